@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements kept between runs: one JSON file for each cluster that they hold for.
+"""Keeps measurements between runs: one JSON file for each cluster that they hold for.
+
+The autotuner and ``ds_fsmoe profile`` read it ahead of measuring, and write it after.
 
 A file that cannot be read, or holds something else, is not trusted: a warning names it, and it is rewritten.
 """
@@ -14,11 +16,12 @@ import platform
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,20 +48,38 @@ from ds_fsmoe.versions import VERSION
 
 @dataclass
 class Measurements:
-    """The values, the same on every rank. A name contains the operation and its settings besides the cluster."""
+    """Holds the values, the same on every rank. A name contains the operation and its settings besides the cluster."""
 
     timings: dict[str, Timing] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     """The values: milliseconds, factors, and 0 or 1 for yes or no."""
 
 
+class Timeable(NamedTuple):
+    """Holds an operation that is to be timed at several sizes."""
+
+    name: str
+    """The key of its measurements."""
+    unit: str
+    """The unit of the sizes in the result, such as "byte"."""
+    sizes: Sequence[int]
+    """The sizes, each given to ``prepare``."""
+    size_of_one: float
+    """The units in a size of 1."""
+    prepare: Prepare
+    group: dist.ProcessGroup | None = None
+    """The group of a collective."""
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+    """The context in which it is prepared and timed."""
+
+
 class Measuring:
     """Measures missing values. Every method is collective.
 
     Args:
-        watch: of this job.
-        known: is added to.
-        on_progress: hears what is about to be measured; on every rank.
+        watch: the stopwatch of this job.
+        known: the values that are known; measured ones are added.
+        on_progress: a function that is called with the name of each value ahead of its measurement, on every rank.
     """
 
     def __init__(
@@ -68,6 +89,10 @@ class Measuring:
         self.known = known
         self._on_progress = on_progress
 
+    def timings(self, work: Mapping[str, Timeable]) -> dict[str, Timing]:
+        """Measure several operations, one after another; see :meth:`timing`."""
+        return {operation: self.timing(*each) for operation, each in work.items()}
+
     def timing(
         self,
         name: str,
@@ -76,23 +101,20 @@ class Measuring:
         size_of_one: float,
         prepare: Prepare,
         group: dist.ProcessGroup | None = None,
+        within: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Timing:
-        """Measure an operation at several sizes.
+        """Measure an operation at several sizes, unless its times are known.
 
         Args:
-            name: of what is measured.
-            unit: of the sizes in the result, such as "byte".
-            sizes: given to ``prepare``.
-            size_of_one: units in a size of 1.
-            prepare: makes ready for a size.
-            group: of a collective.
+            name, unit, sizes, size_of_one, prepare, group, within: see :class:`Timeable`.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
         """
         if name not in self.known.timings:
             self._on_progress(name)
-            found = self.watch.times(name, sizes, prepare, group)
+            with within():
+                found = self.watch.times(name, sizes, prepare, group)
             in_units = tuple(each * size_of_one for each in sizes)
             self.known.timings[name] = Timing(
                 unit, in_units, tuple(found.times_ms), tuple(found.issued_ms), tuple(found.least_ms)
@@ -122,16 +144,16 @@ def cluster_fingerprint(
     max_ctas: int | None = None,
     one_link: bool = False,
 ) -> Fingerprint:
-    """The cluster this job runs on, the same on every rank. Collective over all ranks of the job.
+    """Return the cluster this job runs on, the same on every rank. Collective over all ranks of the job.
 
-    What measurements depend on besides (sizes, types, layers), their names say.
+    The names of measurements have what they depend on besides: sizes, types, layers.
 
     Args:
-        device: of this rank; on a GPU it has to be set by now, because NCCL carries the texts.
-        topology: of the job, as it was found or is asked for.
-        root: where this host tells of itself; for tests.
-        max_ctas: of the communicators that are measured, where they are NCCL's.
-        one_link: whether the links take turns there.
+        device: the device of this rank; on a GPU it has to be set by now, because NCCL sends the texts.
+        topology: the nodes of the job, as they were found or are asked for.
+        root: the root of the files that describe this host; for tests.
+        max_ctas: the limit of the communicators that are measured, where they are NCCL's.
+        one_link: whether one link is used after the other there.
     """
     own = {
         "host": socket.gethostname(),
@@ -181,7 +203,7 @@ def source_of(fingerprint: Fingerprint, dtype: str) -> str:
 
 
 def by_ranks(values: Sequence[str]) -> dict[str, str]:
-    """``{"0-1": "node0", "2": "node1"}``: runs of ranks with the same value."""
+    """Return runs of ranks with the same value, such as ``{"0-1": "node0", "2": "node1"}``."""
     found: dict[str, str] = {}
     first = 0
     for rank, value in enumerate(values):
@@ -218,7 +240,7 @@ _FORMAT = 2
 
 
 class MeasurementCache:
-    """The files of one folder, one per cluster; only rank 0 uses them.
+    """Reads and writes the files of one folder, one per cluster; only rank 0 uses them.
 
     Each is a cluster file, as ``ds_fsmoe plan --cluster`` takes it, that holds what it was made from. Two jobs that
     write the same file at the same time leave that of one of them, whole.
@@ -251,9 +273,9 @@ class MeasurementCache:
         """Keep measurements beside those already kept, whole or not at all; warn if that cannot be done.
 
         Args:
-            fingerprint: of the cluster.
-            measurements: of this run; of two by one name these are kept.
-            cluster: what they make.
+            fingerprint: the fingerprint of the cluster.
+            measurements: those of this run; of two by one name these are kept.
+            cluster: the cluster that follows from them.
         """
         path = self.file_of(fingerprint)
         try:
@@ -275,7 +297,7 @@ class MeasurementCache:
 
 
 class UselessFileError(Exception):
-    """A file that is not to be trusted. The message says why, after the file's name."""
+    """Reports a file that is not to be trusted. The message has the reason, after the file's name."""
 
 
 def write_measurements(path: Path, fingerprint: Fingerprint, measurements: Measurements, cluster: Cluster) -> None:

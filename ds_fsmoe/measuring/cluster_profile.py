@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the costs of a cluster's links and processors, in the planner's form."""
+"""Measures the costs of a cluster's links and processors, in the planner's form.
+
+The autotuner calls it ahead of timing layers, and ``ds_fsmoe profile`` in a job of its own.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ _COPIES = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """An operation, ready to be timed at any size."""
+    """Holds an operation that can be timed at any size."""
 
     operation: str
     """The name in ``planning.cluster.UNITS``, which gives the unit."""
@@ -73,7 +76,7 @@ class Trial:
 
 
 def lane_groups(topology: Topology, link: str) -> tuple[Ranks, ...]:
-    """All groups that use a link at the same time, as they do in training: of ``inter`` each has one rank per node, of
+    """Return all groups that use a link at the same time, as in training: of ``inter`` each has one rank per node, of
     ``intra`` the ranks of a node. Where nodes are not equally large, ranks are left over, each a group by itself."""
     nodes = _nodes(topology)
     per_node = min(map(len, nodes))
@@ -215,7 +218,7 @@ def _routing(x_SM: torch.Tensor, w_ME: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 class ProfileNames:
-    """Under which measurements of a cluster are kept: they say all that these depend on, but for the cluster.
+    """Makes the names of a cluster's measurements: they have all that these depend on, except the cluster.
 
     Args:
         topology, lanes, dtype, max_bytes: see :func:`ds_fsmoe.measuring.cluster_profile.profile_cluster`.
@@ -227,7 +230,7 @@ class ProfileNames:
         """The shape that all nodes have in common."""
         self.links = [link for link in LINKS if self.ranks_of(link) > 1]
         self.overlap = bool(self.links) and not isinstance(lanes, SerialLanes)
-        """Return whether there are lanes that could slow each other down."""
+        """Whether there are lanes that could slow each other down."""
         self._lanes = type(lanes).__name__
         self._how = f"{str(dtype).removeprefix('torch.')}, at most {max_bytes} bytes"
 
@@ -237,7 +240,7 @@ class ProfileNames:
 
     @property
     def operations(self) -> list[str]:
-        """The operations that can be timed here, in the order of ``UNITS``."""
+        """Return the operations that can be timed here, in the order of ``UNITS``."""
         return [each for each in UNITS if "." not in each or each.split(".")[0] in self.links]
 
     def all(self) -> list[str]:
@@ -261,7 +264,7 @@ class ProfileNames:
 
     @property
     def host(self) -> str:
-        """The name of the host cost of a task."""
+        """Return the name of the host cost of a task."""
         return f"host ms per task, {self._lanes}"
 
     def _among(self, operation: str) -> str:
@@ -277,7 +280,7 @@ logger = logging.getLogger("ds_fsmoe")
 LINK_AIM_MS, COMPUTING_AIM_MS = 100.0, 25.0
 """The approximate time of the largest size."""
 _PARTS = (32, 16, 8, 4, 2, 1)
-"""The numbers of parts into which the largest size is cut to get the other sizes."""
+"""The divisors of the largest size that give the other sizes."""
 _FARTHEST = 16
 """The largest ratio of a largest size to the smaller one from whose time it is estimated."""
 _MOST_NAMES = 1
@@ -304,13 +307,13 @@ def profile_cluster(
     numbers are left as they were.
 
     Args:
-        measuring: of this job; what is measured is added to what it knows.
-        topology: of all ranks.
+        measuring: the measurements of this job; new ones are added.
+        topology: the nodes of all ranks.
         lanes: the lanes that overlap, to measure their slowdown and the host cost of a task.
         dtype: the type of tokens and weights.
         max_bytes: the size of the largest buffer.
-        max_ctas: of the communicators that training will have.
-        name, source: of the result.
+        max_ctas: the limit of the communicators in training.
+        name, source: the name and the source of the result.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -322,7 +325,7 @@ def profile_cluster(
 
 
 class _Profiler:
-    """The state of one call of :func:`profile_cluster`."""
+    """Holds the state of one call of :func:`profile_cluster`."""
 
     def __init__(
         self,
@@ -382,7 +385,7 @@ class _Profiler:
             work = name, UNITS[operation], sizes, trial.size_of_one, trial.prepare, trial.group
             first = self._measuring.timing(*work)
             if not first.fit.is_good:
-                # Somebody else may have been at work on the machine.
+                # Another job may have used the machine.
                 del known.timings[name]
                 known.timings[name] = min(first, self._measuring.timing(*work), key=lambda each: each.fit.typical_share)
         return known.timings[name]
@@ -416,8 +419,8 @@ class _Profiler:
             size = grown
 
     def _host_ms(self, timings: Mapping[str, Timing]) -> float:
-        """What it takes to hand out a task, and to wait for what it needs; where the host issues ahead, with what it
-        takes to issue an operation, the mean of all of them. Elsewhere that is in what the operation takes."""
+        """Return the host cost of handing out a task and of waiting for those it depends on. Where the host issues
+        ahead, the mean cost of issuing an operation is added. Elsewhere the time of the operation has it."""
         empty_ms = empty_task_ms(
             self._measuring.watch, "empty tasks", self._lanes, _five_tasks_a_chunk(), "profile/empty"
         )

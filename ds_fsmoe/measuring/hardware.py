@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the host's reports about its links: network, InfiniBand, and between its GPUs.
 
-It is what is written there, not what was measured: a virtual interface tells a speed that it does not have, and a limit
-set by ``tc`` is seen nowhere. Torch is imported only where GPUs are asked for.
+Called when measurements are kept or printed. These are reports, not measurements: a virtual interface reports a speed
+that it does not have, and no report has a limit that was set by ``tc``. Torch is imported where GPUs are asked for.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 NVIDIA_SMI_LIMIT_S = 10.0
-# A speed nobody knows: -1, also as an unsigned number.
+# An unknown speed: -1, also as an unsigned number.
 _NO_SPEED = (None, 0, -1, 2**32 - 1)
 # Interfaces that stay from one start to the next, though no device belongs to them: bonds, and eth0 in a container.
 _STEADY_NAMES = ("eth", "en", "ib", "bond", "team")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the micro-ops of experts and of all-to-alls, with more and more experts on each rank, and packs by them.
 
-Weights and rows are made up: at the start of a job there is a model, and no batch yet. A micro-op has the bytes that it
-is asked to have; smaller ones are timed where that would take long, and a line through them says what it takes.
+The engine calls it when it is made, for the number of experts on each rank. Weights and rows are made up: by then there
+is a model, and no batch yet. A micro-op has the bytes that are asked for; where that would take long, smaller ones are
+timed, and a line through them gives its time.
 
 Letters: E experts of all ranks, e of a rank, R rows, M width, H width of an expert, F = 2 * H where experts are gated,
 I features in, O features out.
@@ -21,7 +22,7 @@ from torch.nn import functional
 from ds_fsmoe.distributed.fail_together import from_first_rank
 from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Layout
-from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, at_least
 from ds_fsmoe.planning.cost import fit
 from ds_fsmoe.planning.lina.packing import Packing, pack
 
@@ -33,7 +34,7 @@ _PARTS = (8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """The sizes of one kind of layer's experts."""
+    """Holds the sizes of one kind of layer's experts."""
 
     num_experts: int
     """E."""
@@ -44,13 +45,13 @@ class ExpertSizes:
     has_gate: bool
     """Whether the first product gives gate and value."""
     dtype: torch.dtype
-    """The type in which rows travel and are multiplied."""
+    """The type in which rows are sent and multiplied."""
     is_grouped: bool = False
     """Whether one grouped product computes all experts of a rank, as in training; otherwise one product each."""
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a row on its way between ranks."""
+        """Return the bytes of a row as it is sent between ranks."""
         return self.width * self.dtype.itemsize
 
 
@@ -104,15 +105,12 @@ def pack_by_times(
 def _timed_rows(most: int, row_bytes: int, device: torch.device) -> list[int]:
     """Return the numbers of rows that are timed, ascending: at least three, up to a micro-op or what is quick."""
     largest = most if device.type == "cuda" else min(most, max(1, CPU_BYTES // row_bytes))
-    rows = sorted({max(1, largest // parts) for parts in _PARTS})
-    while len(rows) < 3:
-        rows.append(2 * rows[-1])
-    return rows
+    return at_least(3, (max(1, largest // parts) for parts in _PARTS))
 
 
 def _experts(sizes: ExpertSizes, ep_size: int, sharing: int, device: torch.device) -> Prepare:
-    """Return what makes the forward of one rank's experts ready for so many rows that this rank has sent, as many for
-    each expert; ``sharing`` ranks have a part of each expert, and gather each other's rows."""
+    """Return a function that prepares the forward of one rank's experts on so many rows of this rank, as many for each
+    expert; ``sharing`` ranks have a part of each expert, and gather each other's rows."""
     at = {"device": device, "dtype": sizes.dtype}
     num_local, hidden = sizes.num_experts // ep_size, sizes.hidden // sharing
     weights: list[torch.Tensor] = []
@@ -151,7 +149,7 @@ def _experts(sizes: ExpertSizes, ep_size: int, sharing: int, device: torch.devic
 
 
 def _alltoall(sizes: ExpertSizes, group: dist.ProcessGroup, device: torch.device) -> Prepare:
-    """Return what makes an all-to-all ready in which each rank of a group sends so many rows, as many to each."""
+    """Return a function that prepares an all-to-all of so many rows of each rank of a group, spread equally."""
 
     def prepare(rows: int) -> Callable[[], object]:
         x_RM = torch.zeros(-(-rows // group.size()) * group.size(), sizes.width, device=device, dtype=sizes.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that measures the cluster it runs on, writes a cluster file and trains nothing."""
+"""Measures the cluster that a job runs on and writes a cluster file, without training: ``ds_fsmoe profile``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SPEEDS = {"byte": "GB/s", "flop": "Gflop/s", "score": "Gscore/s"}
 
 
 class Result:
-    """The results that rank 0 reports."""
+    """Holds the results that rank 0 reports."""
 
     def __init__(
         self, cluster: Cluster, timings: dict[str, Timing], facts: dict[str, list[str]], took_s: float
@@ -73,12 +73,12 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
 
     Args:
         out: the file; on the machine of rank 0.
-        dtype: of what is sent and multiplied, see ``DTYPES``.
-        ranks_per_node: ``None``: by host names.
-        max_bytes: of the largest buffer.
+        dtype: the type that is sent and multiplied, see ``DTYPES``.
+        ranks_per_node: the ranks of a node; ``None``: by host names.
+        max_bytes: the size of the largest buffer.
 
     Returns:
-        On rank 0 what was found, elsewhere nothing.
+        The results on rank 0; ``None`` on the others.
 
     Raises:
         ValueError: on every rank: an argument that does not fit, or a file that cannot be written; before measuring.
@@ -120,7 +120,7 @@ def measure_and_write(out: Path, dtype: str, ranks_per_node: int | None, max_byt
 
 
 def _of_gpu(device: torch.device) -> dict[str, Any]:
-    """Return what a cluster's file says of its GPUs."""
+    """Return the fields of a cluster file about its GPUs."""
     if device.type != "cuda":
         return {}
     found = torch.cuda.get_device_properties(device)

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This module times the tasks of a layer's plan, each alone, on the groups, types and device that it runs on.
+"""Times the tasks of a layer's plan, each alone, on the groups, types and device that it runs on.
+
+The autotuner calls it between two forwards, on all ranks.
 
 Letters: E experts of all ranks, e of this rank, c slots of a chunk, M width, G ranks of an EP group, P of an ESP group,
 N = P * G.
@@ -22,8 +24,8 @@ from ds_fsmoe.execution.collectives import REDUCE_METHODS, Collectives, ReduceMe
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.pipeline import CallSizes, LayerExperts
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
-from ds_fsmoe.measuring.cache import Measuring
-from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
+from ds_fsmoe.measuring.cache import Measuring, Timeable
+from ds_fsmoe.measuring.stopwatch import Prepare, at_least, empty_task_ms, slowdowns
 from ds_fsmoe.planning.job.measured import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -46,16 +48,16 @@ from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, HOLD, Lane, Schedule
 
 
 Reduces = tuple[tuple[float, ReduceMethod], ...]
-"""The ways to reduce; see :attr:`Collectives.reduces`."""
+"""The methods to reduce, by size; see :attr:`Collectives.reduces`."""
 
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The times of several layers' collectives, by :meth:`ProfiledLayer.link_name`."""
+    """Holds the times of several layers' collectives, by :meth:`ProfiledLayer.link_name`."""
 
     timings: Mapping[str, Timing]
     reduces: Mapping[str, Reduces]
-    """The fastest way to reduce-scatter, by size."""
+    """The fastest methods to reduce-scatter, by size."""
 
 
 def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkTimes:
@@ -92,7 +94,7 @@ def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkT
 
 
 def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
-    """Return the best of several ways, with at most one change between them as messages grow, and its times."""
+    """Return the best of several methods, with at most one change between them as messages grow, and its times."""
     names = list(found)
     sizes = found[names[0]].sizes
     best_ms, best = float("inf"), (0, names[0], names[0])
@@ -117,9 +119,10 @@ def fastest(found: Mapping[ReduceMethod, Timing]) -> tuple[Reduces, Timing]:
 def prepared(
     subject: ProfiledLayer, name: str, collectives: Collectives, device: torch.device
 ) -> tuple[Prepare, int, dist.ProcessGroup | None]:
-    """Return what prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean counts.
+    """Return a function that prepares rows of a collective, the bytes of a row in its buffer, and the ranks whose mean
+    counts.
 
-    The second part of an all-to-all in two needs what the first one gives, so making it ready communicates.
+    The second part of an all-to-all in two needs the result of the first one, so preparing it communicates.
     """
     exchanging, sharing = collectives.num_exchanging, collectives.num_sharing
     width, dtype = subject.sizes.width, subject.sizes.dtype
@@ -135,7 +138,7 @@ def prepared(
         def prepare_level(rows: int) -> Callable[[], object]:
             x_RM = torch.randn(blocks * rows, width, device=device).to(dtype)
             each, order = [rows] * blocks, torch.arange(blocks * rows, device=device)
-            # Inside a node rows are copied before they travel, or added up when they have.
+            # Inside a node rows are copied before they are sent, or added up afterwards.
             return lambda: send(x_RM.index_select(0, order) if is_inside else x_RM, each, each)
 
         # Between nodes the groups of all places share the ports of the same nodes. Which of them is through first is
@@ -164,16 +167,14 @@ def _time(
 ) -> Timing:
     device = measuring.watch.device
     prepare, row_bytes, group = prepared(subject, name, collectives, device)
-    rows = sorted({max(1, size // row_bytes) for size in sizes_bytes})
-    while len(rows) < 4:
-        rows.append(2 * rows[-1])
+    rows = at_least(4, (max(1, size // row_bytes) for size in sizes_bytes))
     up_to = f"{full_name}, up to {rows[-1] * row_bytes} bytes"
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         return measuring.timing(up_to, "byte", rows, float(row_bytes), prepare, group)
 
 
 def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
-    """Return the sizes from the largest down to a chunk of the smallest, by halves; at least six."""
+    """Return the sizes from the largest down to a chunk of the smallest, each half of the last; at least six."""
     sizes, smallest = [max(wanted_bytes)], min(wanted_bytes) // 32
     while len(sizes) < 6 or (sizes[-1] > smallest and len(sizes) < 10):
         sizes.append(max(1, sizes[-1] // 2))
@@ -181,7 +182,7 @@ def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
 
 
 def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
-    # Wires of their own way to reduce have no choice.
+    # Collectives with their own method to reduce have no choice.
     return REDUCE_METHODS if type(collectives).reduce is Collectives.reduce else ()
 
 
@@ -191,7 +192,7 @@ def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
 
 @dataclass(frozen=True)
 class ProfiledLayer:
-    """One layer, as it was called."""
+    """Describes one layer, as it was called."""
 
     name: str
     """The name for messages."""
@@ -204,7 +205,7 @@ class ProfiledLayer:
     num_weights: int
     """The number of elements of this rank's expert matrices; at least 1."""
     is_written: bool
-    """Whether all experts are computed by written-out forms: these need nothing that depends on the forward's cuts."""
+    """Whether all experts are computed by written-out forms: these do not depend on the chunks of the forward."""
     recompute: bool
     sizes: CallSizes
     surroundings: Callable[[], AbstractContextManager]
@@ -216,12 +217,12 @@ class ProfiledLayer:
 
     @property
     def num_experts(self) -> int:
-        """The number of experts, E."""
+        """Return the number of experts, E."""
         return self.num_local_experts * self.collectives.num_exchanging
 
     @property
     def links(self) -> tuple[str, ...]:
-        """The collectives of the layer."""
+        """Return the collectives of the layer."""
         in_two = self.collectives.legs or self.collectives.nodes is not None
         exchanges = (IN_NODES, BETWEEN_NODES) if in_two else (ALL_TO_ALL,)
         return (
@@ -231,15 +232,15 @@ class ProfiledLayer:
 
     @property
     def computations(self) -> tuple[str, ...]:
-        """The computations that its experts do, and how its rows are converted for narrow wires."""
+        """Return the computations of its experts, and the conversions of its rows to and from a communication dtype."""
         experts = (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
         is_narrow = self.sizes.comm_byte_shares != (1.0, 1.0) and self.collectives.ep_group is not None
         return (*experts, *((NARROWED, WIDENED) if is_narrow else ()))
 
     @property
     def measured_capacity(self) -> int:
-        """C, up to the next multiple of an eighth of a power of two: a capacity that follows the tokens shall not make
-        every run a new one."""
+        """Return C, up to the next multiple of an eighth of a power of two, so that a capacity that follows the tokens
+        does not make every run a new one."""
         capacity = max(1, self.sizes.capacity)
         step = max(1, (1 << (capacity - 1).bit_length()) // 16)
         return -(-capacity // step) * step
@@ -258,14 +259,17 @@ class ProfiledLayer:
 
 def measured_slots(capacity: int) -> list[int]:
     """Return the chunks to time, in slots, ascending: up to the whole capacity and at least four different ones."""
-    found = sorted({-(-max(1, capacity) // parts) for parts in (16, 8, 4, 2, 1)})
-    while len(found) < 4:
-        found.append(2 * found[-1])
-    return found
+    return at_least(4, (-(-max(1, capacity) // parts) for parts in (16, 8, 4, 2, 1)))
 
 
-def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule: Schedule) -> LayerProfile:
-    """Time what a layer's experts do; its collectives are a matter of :mod:`~ds_fsmoe.measuring.profiler`.
+def profile(
+    measuring: Measuring,
+    subject: ProfiledLayer,
+    lanes: Lanes,
+    schedule: Schedule,
+    others: dict[str, Timeable] | None = None,
+) -> LayerProfile:
+    """Time a layer's experts and its other operations, except collectives of tokens: see :func:`time_links`.
 
     Collective; random numbers and buffers are left as they were.
 
@@ -273,21 +277,23 @@ def profile(measuring: Measuring, subject: ProfiledLayer, lanes: Lanes, schedule
         measuring: the measurements of this job.
         subject: the layer.
         lanes: the lanes on which it runs.
-        schedule: of such a layer, cut: what handing out its tasks costs is timed.
+        schedule: a schedule of such a layer in several chunks; the cost of handing out its tasks is timed.
+        others: operations that are timed after the experts, by name: the gate, the order, the sums of gradients.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
-    watch = measuring.watch
-    operations: dict[str, Timing] = {}
-    slots = measured_slots(subject.measured_capacity)
+    watch, slots = measuring.watch, measured_slots(subject.measured_capacity)
     of_kind = f"of {subject.kind}, {slots[-1]} slots"
     with untouched(watch.device, *getattr(subject.experts, "experts", ())):
         draws = _Draws(watch.device)
         table = _computations(watch.device, subject, draws)
-        for name in subject.computations:
-            prepare, size, unit = table[name]
-            operations[name] = measuring.timing(f"{name} {of_kind}", unit, slots, size, prepare)
+        work = {
+            name: Timeable(f"{name} {of_kind}", unit, slots, size_of_one, prepare)
+            for name, (prepare, size_of_one, unit) in table.items()
+            if name in subject.computations
+        }
+        operations = measuring.timings(work | (others or {}))
         drew = measuring.number(
             f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.has_drawn))
         )
@@ -377,7 +383,7 @@ def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -
 
 
 class _Draws:
-    """This class notices when random numbers are drawn."""
+    """Notices when random numbers are drawn."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -398,7 +404,7 @@ class _Draws:
 
 @contextmanager
 def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
-    """Made-up rows leave nothing behind: neither in the generators of random numbers nor in buffers of modules."""
+    """Restore the generators of random numbers and the buffers of modules after made-up rows; without gradients."""
     kept = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
         try:
@@ -409,11 +415,11 @@ def untouched(device: torch.device, *modules: nn.Module) -> Iterator[None]:
 
 
 def is_serial(lanes: Lanes) -> bool:
-    """Return whether these lanes do one task after another."""
+    """Return True if these lanes run one task after another."""
     return isinstance(lanes, SerialLanes)
 
 
 def issues_ahead(lanes: Lanes, device: torch.device) -> bool:
-    """Whether one thread issues the tasks of all these lanes and is through before they are; lanes that are threads,
-    and a CPU with one task after another, do themselves what they are given."""
+    """Return True if one thread issues the tasks of all these lanes and is through before they are. Lanes that are
+    threads, and a CPU with one task after another, run their tasks themselves."""
     return not isinstance(lanes, ThreadLanes) and device.type == "cuda"

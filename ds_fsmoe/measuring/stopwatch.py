@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an operation takes at several sizes, as all ranks see it together; on a GPU by its own clock, and beside
-that how long the host takes to issue it.
+"""Times operations at several sizes on all ranks together; on a GPU by its own clock, besides the host's time to issue.
+
+Everything that is measured, is measured by it: layers, clusters, micro-ops and reductions of gradients.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -40,8 +41,16 @@ Prepare = Callable[[int], Callable[[], object]]
 """A size to what is timed; what it does itself is not. It may not communicate."""
 
 
+def at_least(count: int, sizes: Iterable[int]) -> list[int]:
+    """Return different sizes, ascending: those that are given, then doubles of the largest up to so many."""
+    found = sorted(set(sizes))
+    while len(found) < count:
+        found.append(2 * found[-1])
+    return found
+
+
 class Times(NamedTuple):
-    """The times of an operation, one of each kind per size."""
+    """Holds the times of an operation, one of each kind per size."""
 
     times_ms: list[float]
     """The medians of the repetitions."""
@@ -55,7 +64,7 @@ class Stopwatch:
     """Times operations on all ranks that take part. Every method is collective.
 
     Args:
-        device: on which they run.
+        device: the device that runs them.
         group: the ranks that take part; ``None``: all of the job.
         host: the clock of this rank.
     """
@@ -81,10 +90,10 @@ class Stopwatch:
         of a launch nor Python is in it. Behind the delay the ranks of a collective meet, on the device.
 
         Args:
-            what: is timed, for messages.
+            what: the name of the operation, for messages.
             sizes: given to ``prepare``, in turn within each repetition, so that no size has the quiet minutes alone.
-            prepare: makes ready for one of them.
-            group: of a collective; ``None`` for what a rank does alone.
+            prepare: a function that prepares one of them.
+            group: the group of a collective; ``None`` for the work of one rank alone.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
@@ -127,7 +136,7 @@ class Stopwatch:
         return self.times(what, sizes, prepare, group).times_ms
 
     def host_ms(self, what: str, size: int, prepare: Prepare) -> float:
-        """Measure what some work costs the host: on a GPU to issue it, on a CPU to do it.
+        """Measure the host time of some work: on a GPU to issue it, on a CPU to run it.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
@@ -136,7 +145,7 @@ class Stopwatch:
         return (found.issued_ms or found.times_ms)[0]
 
     def issued_in_ms(self, what: str, work: Callable[[], object]) -> float:
-        """Measure what some work costs this rank's host, done once for that; on a GPU it can be held back then.
+        """Measure the time of some work on this rank's host in one run; on a GPU it can be held back then.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
@@ -150,8 +159,8 @@ class Stopwatch:
         """Keep the current stream of a GPU busy, so that the host can issue what is to come after.
 
         Args:
-            delay_ms: for so long; delays of the same length differ between devices.
-            meets: whether ranks meet behind it, on the device, so that none has to wait for the delay of another.
+            delay_ms: the length; delays of the same length differ between devices.
+            meets: whether ranks have a barrier behind it, on the device, so that none waits for the delay of another.
             group: those ranks; ``None``: all of the job.
         """
         self._delay(delay_ms)
@@ -168,7 +177,7 @@ class Stopwatch:
         return torch.zeros(1, device=self.device)
 
     def _ready_to_hold_back(self, what: str) -> None:
-        """Do once on all ranks what takes longer the first time, before anything is timed."""
+        """Run the delay once on all ranks before anything is timed, as it takes longer the first time."""
         if "_delay" not in vars(self):
             with raise_on_all_ranks(self.group, f"making ready to measure {what}"):
                 self.hold_back(0.0)
@@ -178,7 +187,7 @@ class Stopwatch:
         return self._over_ranks(values, None).tolist()
 
     def any_rank(self, what: bool) -> bool:
-        """Return whether it is true on at least one rank."""
+        """Return True if it is true on at least one rank."""
         return bool(self._over_ranks([[float(what)]], None).item())
 
     def _round(
@@ -189,11 +198,11 @@ class Stopwatch:
         group: dist.ProcessGroup | None,
         time_ms: Callable[[int, Callable[[], object]], float],
     ) -> list[float]:
-        """One repetition of all sizes, timed by ``time_ms``, which is told which of them it is."""
+        """Return the times of one repetition of all sizes by ``time_ms``, which is given the place of the size."""
         times_ms = []
         doing = f"measuring {what}"
         for place, size in enumerate(sizes):
-            # Nobody enters a collective that another rank will not come to. It also brings them together: ranks that
+            # No rank enters a collective that another rank will not come to. It also brings them together: ranks that
             # share a machine are all at work in training, so they have to be when they are timed.
             with raise_on_all_ranks(self.group, doing):
                 work = prepare(size)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses numbers of chunks for the machine at hand: measure, search, apply, and try.
 
-One forward in training runs uncut and tells the sizes of each layer; another shows what the rest of the model takes.
-These are the first two; where nobody has asked for measuring, the first of them is repeated after some steps. At the
-start of the next forward, where all ranks are together and no layer is under way, the costs of the layers' tasks are
-measured; the planner makes plans from them; the best are tried for some steps, if asked for.
+The engine calls it at forwards and steps in training. One forward runs unchunked and shows the sizes of each layer;
+another shows the time of the rest of the model. These are the first two. Where ``autotune`` is not in the config, the
+first of them is repeated after some steps. At the start of the next forward all ranks are together, and no layer runs:
+then the costs of the layers' tasks are measured. The planner makes plans from them, and the best are tried for some
+steps, if asked for.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class TuningResult:
 
     @property
     def num_measured(self) -> int:
-        """The number of operations that were timed; 0 where all was known."""
+        """Return the number of operations that were timed; 0 where all was known."""
         return 0 if self.measured is None else self.measured.num_measured
 
 
@@ -129,32 +130,31 @@ class Autotune:
 
     @property
     def trials(self) -> TrialRounds | None:
-        """The trials under way, until which plans are not settled."""
+        """Return the trials that are running; ``None`` if plans are settled or not made."""
         return self.state.rounds if isinstance(self.state, Trying) else None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the stage has not begun, as nobody has asked for it and the job is young."""
+        """Return True if the stage waits for the first steps of a job whose config does not ask for it."""
         return isinstance(self.state, Waiting)
 
     @property
     def is_measuring(self) -> bool:
-        """Whether the forwards before the measuring are watched, which have to be whole."""
+        """Return True if the forwards before the measuring are watched, which have to be unchunked."""
         return isinstance(self.state, Watching)
 
     @property
     def is_settled(self) -> bool:
-        """Whether plans are chosen and tried, now or before they are made again, or nothing will be measured any
-        more."""
+        """Return True if plans are chosen and tried, now or before they are made again, or if measuring is over."""
         return isinstance(self.state, Settled) or (self.trials is None and bool(self.result.rows))
 
     @property
     def has_chosen(self) -> bool:
-        """Whether the plans that run are ones that were chosen by measuring, here or ahead of a checkpoint."""
+        """Return True if the plans that run were chosen by measuring, here or ahead of a checkpoint."""
         return self.is_settled and self.state != Settled(_FAILED)
 
     def counts_forward(self, num_before: int = FORWARDS_BEFORE) -> bool:
-        """Count a forward in training, and tell whether the stage is due ahead of it: the same on every rank."""
+        """Count a forward in training; return True if the stage is due ahead of it, the same on every rank."""
         self._has_trained = True
         if not isinstance(self.state, Watching):
             return False
@@ -163,8 +163,8 @@ class Autotune:
         return left <= 0
 
     def step_is_over(self) -> bool:
-        """Take note that an optimizer step is over, outside of trials; tell whether the stage asks for itself now. The
-        same on every rank."""
+        """Count an optimizer step outside of trials; return True if the stage asks for itself now, the same on every
+        rank."""
         self._steps_since += 1
         if self._steps_since == 1 and not self._has_trained:
             log_on_rank_0(IN_EVALUATION, logging.WARNING, "from_pretrained makes models in it, without dropout")
@@ -179,7 +179,7 @@ class Autotune:
         return not left
 
     def close(self) -> None:
-        """Say so if the job has been too short for measuring to pay. A second call says nothing."""
+        """Log a line if the job has been too short for a gain by measuring. A second call logs nothing."""
         atexit.unregister(self._at_exit)
         if self._is_closed:
             return
@@ -221,12 +221,13 @@ class Autotune:
         Args:
             layers: the engine's layers, by label, in the order of the forward.
             reduction: the reduction of its gradients, if we do it.
-            dense_ms: what the rest of the model takes.
-            can_split: whether batches may be cut into halves.
+            dense_ms: the time of the rest of the model.
+            can_split: whether batches may be split into two sub-batches.
             num_micro_batches: of an optimizer step, where there are no stages.
 
         Returns:
-            Whether plans were made; where nobody has asked for them, it may fail, and training goes on as it was.
+            True if plans were made; where the config does not ask for them, measuring may fail, and training goes on
+            by the plans that it had.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
@@ -352,7 +353,7 @@ class Autotune:
         return candidates_of_all_stages(plans, model, self.stages)
 
     def _on_first(self, decide: Callable[[], _T]) -> _T:
-        """Return what the first rank that runs these layers decides. Collective over all ranks, and raises on all."""
+        """Return the decision of the first rank with these layers. Collective over all ranks, and raises on all."""
         decided: list[_T] = []
         with raise_on_all_ranks(None, "choosing num_chunks"):
             if world_size_now() == 1 or dist.get_rank(self._group) == 0:

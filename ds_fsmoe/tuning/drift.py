@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares predictions with what happens during training: of every n-th step, by phase of a layer and by kind of task.
 
-The experts' parts of the layers are predicted, for the schedules and sizes that were really run, with the gradients in
-them. The rest of a step (dense layers, gates, losses, gradients that travel after the backward, waiting for ranks that
-have more to do) is not predicted: it is taken as it was in the first steps compared, and what a step should take is
-that and its predicted phases. Ranks share their numbers, so whatever follows from them is the same on all. Of a batch
-through pipeline stages the work of the slowest stage is predicted; bubbles, sends and the optimizer belong to
-the rest.
+The engine calls it at the end of every optimizer step, or of every batch through pipeline stages. The experts' parts of
+the layers are predicted, for the schedules and sizes that were really run, with the gradients in them. The rest of a
+step (dense layers, gates, losses, gradients that are sent after the backward, waiting for slower ranks) is not
+predicted: it is taken as it was in the first steps compared. The expected time of a step is the rest and its predicted
+phases. Ranks share their numbers, so all that follows from them is the same on all. Of a batch through pipeline stages
+the work of the slowest stage is predicted; bubbles, sends and the optimizer belong to the rest.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _kinds() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured milliseconds in one optimizer step."""
+    """Holds the predicted and the measured milliseconds in one optimizer step."""
 
     predicted_ms: float
     measured_ms: float
 
     @property
     def off_ms(self) -> float:
-        """The difference between the two."""
+        """Return the difference between the two in milliseconds."""
         return abs(self.measured_ms - self.predicted_ms)
 
 
@@ -83,13 +83,13 @@ class StepComparison:
 
     @property
     def drift(self) -> float:
-        """The share of the prediction by which the step differs from it; below 0 the step was faster."""
+        """Return the share of the prediction by which the step differs from it; below 0 the step was faster."""
         predicted = self.whole.predicted_ms
         return (self.whole.measured_ms - predicted) / predicted if predicted > 0 else math.inf
 
     @property
     def busy(self) -> dict[str, float]:
-        """Lane -> its measured share of the phases."""
+        """Return lane -> its measured share of the phases."""
         phases_ms = sum(each.measured_ms for each in self.phases.values())
         return {lane: each.measured_ms / phases_ms for lane, each in self.lanes.items() if phases_ms}
 
@@ -116,7 +116,7 @@ class StepComparison:
         return found | {f"busy/{lane}": share for lane, share in self.busy.items()}
 
     def worst(self) -> str:
-        """Say in words what differs most."""
+        """Describe in words what differs most."""
         named = {"the rest of the model": self.rest, **self.phases, **self.kinds}
         # What hardly differs says nothing.
         telling = {name: each for name, each in named.items() if each.off_ms >= self.whole.off_ms / 10}
@@ -125,7 +125,7 @@ class StepComparison:
 
 
 class PredictionWatch:
-    """Compares steps, for one engine. Every rank is told of the end of every optimizer step.
+    """Compares steps, for one engine. Every rank reports the end of every optimizer step to it.
 
     Which steps are compared follows from their number alone, and at the end of such a step all ranks communicate once,
     whatever each of them has run in it.
@@ -163,8 +163,8 @@ class PredictionWatch:
         self.plans_changed()
 
     def plans_changed(self) -> None:
-        """Take note that layers are run by other plans from now on, so there is nothing to compare with yet; a step
-        that is under way is not compared. Call it on every rank at once."""
+        """Start again with the predictions of other plans, by which layers run from now on. The step that is running
+        is not compared. Call it on every rank at the same step."""
         if self._is_sampling:
             self._is_sampling = False
             self._clock.stop()
@@ -196,7 +196,7 @@ class PredictionWatch:
         return found
 
     def _is_predicted(self) -> bool:
-        """Return whether there are predictions. They come on all ranks together, as plans do."""
+        """Return True if there are predictions. They come on all ranks together, as plans do."""
         return bool(self._predictors())
 
     def _compare(self, step: int) -> StepComparison | None:
@@ -306,7 +306,7 @@ class PredictionWatch:
 
 
 class BatchWatch(PredictionWatch):
-    """Compares batches through stages, for one engine. Every rank of the job is told of the end of every batch.
+    """Compares batches through stages, for one engine. Every rank of the job reports the end of every batch to it.
 
     Args:
         block: how often to compare, and what differs too much.
@@ -362,7 +362,7 @@ class BatchWatch(PredictionWatch):
 
 
 def _busy_ms(timeline: Timeline) -> dict[str, float]:
-    """Return kind of task or lane -> how long such a task was under way."""
+    """Return kind of task or lane -> the time of such a task."""
     found: dict[str, float] = {}
     for span in timeline.spans:
         if span.task.kind != HOLD:

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what the autotuner measures: the layers of an engine as they were called, each kind of equal layers once."""
+"""Finds what the autotuner measures: the layers of an engine as they were called, each kind of equal layers once.
+
+:func:`~ds_fsmoe.tuning.measure.measure` calls it once, ahead of all timing. The all-to-alls that may be chosen are made
+here; measuring only reads them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -15,9 +20,10 @@ import torch.distributed as dist
 from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.distributed.agreement import check_agreement
-from ds_fsmoe.distributed.fail_together import on_every_rank
+from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
+from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.layer.parts import exchange_in
@@ -26,23 +32,25 @@ from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.groups import Fanout, counted_fanout, expected_fanout
 from ds_fsmoe.planning.job.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
+from ds_fsmoe.planning.job.what_if import sizes_from
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
 
 if TYPE_CHECKING:
+    from ds_fsmoe.distributed.groups import FSMoEGroups
     from ds_fsmoe.layer.runtime import LayerRuntime
 
 
 @dataclass(frozen=True)
 class AllToAllOption:
-    """One way to exchange tokens: an all-to-all by name."""
+    """Holds an all-to-all that may be chosen for a layer."""
 
     subject: ProfiledLayer
     """The layer with this all-to-all."""
     planned: AllToAll
     """The planner's name for it."""
     fanout: Fanout | None = None
-    """The crossings of a token for each of its choices, as in the first forward, where it crosses once per node."""
+    """The fan-out of a token for each of its choices, as in the first forward; only with node-deduplicated dispatch."""
 
 
 @dataclass
@@ -62,24 +70,26 @@ class LayerKind:
 
     @property
     def pipeline(self) -> LayerPipeline:
-        """The pipeline of ``layer``."""
+        """Return the pipeline of ``layer``."""
         assert self.layer.pipeline is not None
         return self.layer.pipeline
 
     @property
     def sizes(self) -> CallShape:
-        """The sizes for the planner. Experts are one product of all weights: their cost was measured as a whole."""
+        """Return the sizes for the planner. Experts are one product of all weights: they were measured as a whole."""
         at, subject = self.subject.sizes, self.subject
         sizes = subject.num_experts, at.capacity, at.width, at.dtype.itemsize, 1, subject.num_weights
-        fanout = next((way.fanout for way in self.options.values() if way.fanout is not None), None)
+        fanout = next((each.fanout for each in self.options.values() if each.fanout is not None), None)
         return CallShape(*sizes, num_tokens=at.num_tokens, crossings=fanout, wires=at.comm_byte_shares)
 
-    def _option(self, subject: ProfiledLayer, planned: AllToAll, group: dist.ProcessGroup | None) -> AllToAllOption:
-        nodes = subject.collectives.nodes
-        return AllToAllOption(subject, planned, None if nodes is None else self._fanout(nodes, group))
+    def _option(self, name: str, exchange: Collectives, group: dist.ProcessGroup | None) -> AllToAllOption:
+        nodes = exchange.nodes
+        collectives = replace(self.subject.collectives, exchange=exchange.exchange, legs=exchange.legs, nodes=nodes)
+        subject = replace(self.subject, collectives=collectives, alltoall=name)
+        return AllToAllOption(subject, exchange.planned, None if nodes is None else self._fanout(nodes, group))
 
     def _fanout(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Fanout:
-        """Count how often the tokens of these layers crossed, for each of their choices. Collective over the group."""
+        """Count the fan-out of the tokens of these layers, for each of their choices. Collective over the group."""
         device = next(self.layer.parameters()).device
         counted = torch.zeros(3, dtype=torch.float64, device=device)
         for expert_KS in self.choices:
@@ -90,7 +100,7 @@ class LayerKind:
             in_nodes, on_ranks, num_choices = counted.tolist()
         if num_choices:
             return Fanout(in_nodes / num_choices, on_ranks / num_choices)
-        # Nobody had a token: as with balanced routing.
+        # No rank had a token: as with balanced routing.
         num_experts = self.subject.num_experts
         k = max(1, min(self.subject.sizes.num_choices, num_experts))
         found = expected_fanout(num_experts, k, nodes.num_nodes, nodes.per_node)
@@ -103,43 +113,92 @@ class LayerKind:
         group = "esp" if name in (ALL_GATHER, REDUCE_SCATTER) else "ep"
         return self.pipeline.forward.groups.placements[group].lanes[0]
 
-    def find_options(self, running: LayerRuntime, group: dist.ProcessGroup | None) -> None:
-        """Fill in :attr:`ways`. Collective over the ranks that have these layers: communicators may be made."""
-        asked, own = running.block.alltoall, self.pipeline.forward.alltoall
-        if asked != "auto" or len(self.pipeline.forward.groups.placements["ep"].lanes) < 2:
-            name = asked if asked != "auto" else "flat"
-            self.options = {name: self._option(replace(self.subject, alltoall=name), own, group)}
-            return
-        groups = running.groups(self.layer.ep_size, self.layer.fsmoe.tensor_parallel)
-        for name in ("flat", *(each for each in registry.known("alltoall") if each != "flat")):
-            exchange = exchange_in(groups, registry.lookup("alltoall", name)())
-            if exchange.why_flat or (exchange.nodes is not None and self.layer.fsmoe.is_in_slots):
-                continue
-            nodes = exchange.nodes
-            collectives = replace(self.subject.collectives, exchange=exchange.exchange, legs=exchange.legs, nodes=nodes)
-            subject = replace(self.subject, collectives=collectives, alltoall=name)
-            self.options[name] = self._option(subject, exchange.planned, group)
+    def find_options(
+        self, candidates: Mapping[str, Collectives], default: str, group: dist.ProcessGroup | None
+    ) -> None:
+        """Fill in :attr:`options`. Collective over the ranks that have these layers.
+
+        Args:
+            candidates: the all-to-alls among which one is chosen, by name; empty where there is no choice.
+            default: the name of the layer's own all-to-all, the only option where there is no choice.
+            group: the ranks that have these layers; ``None``: all.
+        """
+        usable = {
+            name: each
+            for name, each in candidates.items()
+            if not each.why_flat and (each.nodes is None or not self.layer.fsmoe.is_in_slots)
+        }
+        to_compare = usable or {default: self.subject.collectives}
+        self.options = {name: self._option(name, each, group) for name, each in to_compare.items()}
 
 
-def make_communicators_on_every_stage(kinds: Sequence[LayerKind], running: LayerRuntime) -> None:
-    """Make the communicators that :meth:`LayerKind.find_options` needs in any stage of a pipeline.
+@dataclass(frozen=True)
+class LayersToMeasure:
+    """Holds what the autotuner measures, and what it knows of it before."""
 
-    Collective over all ranks: if some made fewer, later communicators would have other names on them.
+    kinds: list[LayerKind]
+    """All kinds of layers, the same on every rank that has them and in the same order."""
+    largest: list[LayerKind]
+    """The kinds that are measured: what is known of a large capacity holds for smaller ones."""
+    dtype: torch.dtype
+    """The type of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
+
+    @property
+    def may_be_spread_more(self) -> bool:
+        """Return True if the experts of all layers could be on more ranks than they are."""
+        found = [kind.pipeline.forward.groups for kind in self.kinds]
+        num_experts = [kind.subject.num_experts for kind in self.kinds]
+        return len({each.ep for each in found}) == 1 and len(sizes_from(found[0], num_experts)) > 1
+
+
+def find_layers_to_measure(
+    layers: Mapping[str, FSMoELayer], running: LayerRuntime, group: dist.ProcessGroup | None
+) -> LayersToMeasure:
+    """Find the kinds of layers and make the all-to-alls that may be chosen for them. Collective over all ranks.
 
     Args:
-        kinds: the layers of this rank's stage.
+        layers: the engine's layers, by label; those that were called are measured.
         running: the runtime of the engine.
+        group: the ranks that have these layers; ``None``: all.
+
+    Raises:
+        MeasuringError: on every rank, if one has failed.
+        DisagreementError: on every rank, if they have called different layers.
     """
-    if running.block.alltoall != "auto":
-        return
-    own = {(each.layer.ep_size, each.layer.fsmoe.tensor_parallel) for each in kinds}
-    for sizes in sorted(set().union(*on_every_rank(own)), key=repr):
-        groups = running.groups(*sizes)
-        for name in registry.known("alltoall") if len(groups.planned.placements["ep"].lanes) > 1 else ():
-            exchange_in(groups, registry.lookup("alltoall", name)())
+    calls, asked = running.first_forwards.calls, running.block.alltoall
+    called = {label: layer for label, layer in layers.items() if label in calls}
+    own = [((layer.ep_size, layer.fsmoe.tensor_parallel), calls[label].sizes.dtype) for label, layer in called.items()]
+    # Every rank makes the communicators of all stages: with fewer on some, later ones would have other names there.
+    of_ranks = [each for of_rank in on_every_rank(own) for each in of_rank]
+    all_sizes = {sizes for sizes, _ in of_ranks} if asked == "auto" else set()
+    candidates = {sizes: _make_candidates(running.groups(*sizes)) for sizes in sorted(all_sizes, key=repr)}
+    dtype = next((dtype for _, dtype in of_ranks), torch.float32)
+    default = "flat" if asked == "auto" else asked
+    # A stage that fails must not leave the others waiting in a collective of all stages.
+    with nullcontext() if group is None else raise_on_all_ranks(None, "finding the layers of a stage"):
+        kinds = _find_kinds(called, calls, group)
+        largest = {kind.subject.kind: kind for kind in sorted(kinds, key=lambda each: each.subject.sizes.capacity)}
+        for kind in largest.values():
+            sizes = kind.layer.ep_size, kind.layer.fsmoe.tensor_parallel
+            kind.find_options(candidates.get(sizes, {}), default, group)
+    for kind in kinds:
+        # Smaller layers of a kind are run as the largest was measured.
+        kind.options = largest[kind.subject.kind].options
+        # The choices of a whole batch are of no use any more.
+        kind.choices.clear()
+    return LayersToMeasure(kinds, list(largest.values()), dtype)
 
 
-def find_kinds(
+def _make_candidates(groups: FSMoEGroups) -> dict[str, Collectives]:
+    """Make every all-to-all in the groups of a layer, by name, the flat one first; none where there is one kind of
+    link. Collective over all ranks: communicators may be made."""
+    if len(groups.planned.placements["ep"].lanes) < 2:
+        return {}
+    names = ("flat", *(each for each in registry.known("alltoall") if each != "flat"))
+    return {name: exchange_in(groups, registry.lookup("alltoall", name)()) for name in names}
+
+
+def _find_kinds(
     layers: Mapping[str, FSMoELayer], calls: Mapping[str, FirstCall], group: dist.ProcessGroup | None
 ) -> list[LayerKind]:
     """Return the kinds of layers, the same on every rank and in the same order. Collective.
@@ -175,14 +234,6 @@ def find_kinds(
         if capacity > kind.subject.sizes.capacity:
             kind.subject = subject
     return list(found.values())
-
-
-def largest_of_each(kinds: list[LayerKind]) -> list[LayerKind]:
-    """Return the kinds to be measured: what is known of a large capacity holds for smaller ones."""
-    largest: dict[str, LayerKind] = {}
-    for kind in sorted(kinds, key=lambda each: each.subject.sizes.capacity):
-        largest[kind.subject.kind] = kind
-    return list(largest.values())
 
 
 def _subject(label: str, layer: FSMoELayer, call: FirstCall) -> ProfiledLayer:

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns everything that the autotuner measures, as data."""
+"""Returns everything that the autotuner measures, as data.
+
+:class:`~ds_fsmoe.tuning.autotune.Autotune` calls :func:`measure` between two forwards, on all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +20,7 @@ from ds_fsmoe.distributed.fail_together import from_first_rank, on_every_rank, r
 from ds_fsmoe.distributed.partitioned import gathered
 from ds_fsmoe.distributed.topology import Topology, find_topology, rank_now
 from ds_fsmoe.log import progress_on_rank_0
-from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, Measuring, cluster_fingerprint, source_of
+from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, Measuring, Timeable, cluster_fingerprint, source_of
 from ds_fsmoe.measuring.cluster_profile import profile_cluster
 from ds_fsmoe.measuring.profiler import (
     LinkTimes,
@@ -29,7 +32,7 @@ from ds_fsmoe.measuring.profiler import (
     time_links,
     untouched,
 )
-from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch
+from ds_fsmoe.measuring.stopwatch import Stopwatch, at_least
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.job.measured import (
@@ -42,12 +45,10 @@ from ds_fsmoe.planning.job.measured import (
     SCATTERED,
     LayerProfile,
     Slowdowns,
-    Timing,
 )
-from ds_fsmoe.planning.job.what_if import sizes_from
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, GRAD_GATHER, GRAD_SCATTER
-from ds_fsmoe.tuning.layer_kinds import LayerKind, find_kinds, largest_of_each, make_communicators_on_every_stage
+from ds_fsmoe.tuning.layer_kinds import LayerKind, find_layers_to_measure
 
 if TYPE_CHECKING:
     from ds_fsmoe.gradients.flat_buffers import FlatGradients
@@ -61,15 +62,15 @@ _HOST_DEGREE = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements, and what they are of."""
+    """Holds the measurements, and the layers and machine that they are of."""
 
     kinds: Sequence[LayerKind]
     profiles: Mapping[tuple[str, str], LayerProfile]
-    """(kind of layer, all-to-all) -> what its operations take."""
+    """(kind of layer, all-to-all) -> the times of its operations."""
     links: LinkTimes
     slowed: Slowdowns
     cluster: Cluster | None
-    """The cluster's own operations; ``None`` where nobody has asked for what they are needed for."""
+    """The cluster's own operations; ``None`` where they are not needed."""
     topology: Topology
     is_serial: bool
     """Whether lanes run one after another."""
@@ -82,27 +83,20 @@ class Measured:
 
     @cached_property
     def kind_of(self) -> dict[str, LayerKind]:
-        """Label of a layer -> its kind."""
+        """Return label of a layer -> its kind."""
         return {label: kind for kind in self.kinds for label in kind.labels}
 
     def profile_of(self, kind: LayerKind, alltoall: str) -> LayerProfile:
-        """Return what was measured for layers with an all-to-all."""
+        """Return the times of layers with an all-to-all."""
         return self.profiles[kind.subject.kind, alltoall]
 
     def reduces(self, kind: LayerKind) -> Reduces:
-        """Return how reduce-scatters of these layers are done."""
+        """Return the methods of the reduce-scatters of these layers, by size."""
         return self.links.reduces.get(kind.subject.link_name(REDUCE_SCATTER), ())
 
 
-def _may_be_spread_more(kinds: Sequence[LayerKind]) -> bool:
-    """Return whether the experts of all layers could be on more ranks than they are."""
-    found = {kind.pipeline.forward.groups.ep for kind in kinds}
-    num_experts = [kind.subject.num_experts for kind in kinds]
-    return len(found) == 1 and len(sizes_from(kinds[0].pipeline.forward.groups, num_experts)) > 1
-
-
 def tensors_of(reduction: Reduction | None) -> dict[str, list[int]]:
-    """Return kind of gradient -> the bytes of each tensor that we reduce, as they lie in the buffers."""
+    """Return kind of gradient -> the bytes of each tensor that we reduce, in the order of the buffers."""
     found: dict[str, list[int]] = {}
     for flat in () if reduction is None else reduction.reducer.flats:
         found.setdefault(flat.kind, []).extend(each.numel() * flat.element_bytes for each in flat.parameters)
@@ -123,7 +117,7 @@ def measure(
     *,
     reads_cache: bool,
 ) -> Measured:
-    """Measure what plans depend on. Collective over all ranks, between forwards.
+    """Measure the costs that plans depend on. Collective over all ranks, between forwards.
 
     Args:
         running: the lanes and groups of the layers.
@@ -136,95 +130,64 @@ def measure(
         MeasuringError: on every rank, if one has failed.
         DisagreementError: on every rank, if they have run different layers.
     """
-    calls, device, block = running.first_forwards.calls, running.device, running.block
+    device, block, max_ctas, lanes = running.device, running.block, running.max_ctas, running.lanes
     everyone, stage = Stopwatch(device), Stopwatch(device, group)
     asked_nodes = block.topology.ranks_per_node
     topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
-    called = {label: layer for label, layer in layers.items() if label in calls}
-    # A stage that fails must not leave the others waiting in what all stages do together.
-    with nullcontext() if group is None else raise_on_all_ranks(None, "finding the layers of a stage"):
-        kinds = find_kinds(called, calls, group)
-    max_ctas = running.max_ctas
+    found = find_layers_to_measure(layers, running, group)
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
-    # What a folder is called is each rank's own; whether there is one is what the first says.
+    # Each rank has its own name of the folder; the first rank decides whether there is one.
     is_kept = from_first_rank(cache is not None)
     # It takes as long as all the rest, and no plan follows from it: only whether experts are on the right ranks.
     wants_cluster = block.autotune.enabled is True or is_kept or block.record.dir is not None
-    wants_cluster = wants_cluster or (group is None and _may_be_spread_more(kinds))
+    wants_cluster = wants_cluster or (group is None and found.may_be_spread_more)
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
     with progress_on_rank_0("autotune: measuring", unit="operations") as progress:
         for_all, of_stage = (Measuring(watch, known, lambda _: progress()) for watch in (everyone, stage))
         cluster = None
         if wants_cluster:
-            dtype = _dtype(kinds, group)
-            origin = source_of(fingerprint, str(dtype).removeprefix("torch."))
-            cluster = profile_cluster(for_all, topology, running.lanes, dtype, max_ctas=max_ctas, source=origin)
-        if group is None:
-            profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
-        else:
-            make_communicators_on_every_stage(kinds, running)
-            with raise_on_all_ranks(None, "measuring the layers of a stage"):
-                profiles, links, slowed = _layers(of_stage, kinds, reduction, running, group)
+            origin = source_of(fingerprint, str(found.dtype).removeprefix("torch."))
+            cluster = profile_cluster(for_all, topology, lanes, found.dtype, max_ctas=max_ctas, source=origin)
+        with nullcontext() if group is None else raise_on_all_ranks(None, "measuring the layers of a stage"):
+            profiles, links, slowed = _layers(of_stage, found.largest, reduction, running)
     num_measured = everyone.num_timed + stage.num_timed
     if is_kept and cluster is not None and everyone.any_rank(num_measured > 0):
         _keep(everyone, cache, fingerprint, known, cluster, group)
-    # They hold experts, and the choices of a whole batch, and are of no use any more.
-    calls.clear()
-    for kind in kinds:
-        kind.choices.clear()
-    lanes = running.lanes
-    ahead = issues_ahead(lanes, device)
-    of_machine = cluster, topology, is_serial(lanes), ahead
-    return Measured(kinds, profiles, links, slowed, *of_machine, num_measured, source)
+    # They hold experts, and are of no use any more.
+    running.first_forwards.calls.clear()
+    of_machine = cluster, topology, is_serial(lanes), issues_ahead(lanes, device)
+    return Measured(found.kinds, profiles, links, slowed, *of_machine, num_measured, source)
 
 
 def _layers(
-    measuring: Measuring,
-    kinds: list[LayerKind],
-    reduction: Reduction | None,
-    running: LayerRuntime,
-    group: dist.ProcessGroup | None,
+    measuring: Measuring, largest: list[LayerKind], reduction: Reduction | None, running: LayerRuntime
 ) -> tuple[dict[tuple[str, str], LayerProfile], LinkTimes, Slowdowns]:
-    """Measure each collective once for all layers that share its ranks, experts once for layers that are equal."""
-    largest = largest_of_each(kinds)
-    for kind in largest:
-        kind.find_options(running, group)
-    links = time_links(measuring, [way.subject for kind in largest for way in kind.options.values()])
+    """Measure each collective once for all layers that share its ranks, and experts once for layers that are equal."""
+    links = time_links(measuring, [option.subject for kind in largest for option in kind.options.values()])
     profiles: dict[tuple[str, str], LayerProfile] = {}
     for kind in largest:
         block = BlockPlan(_HOST_DEGREE, running.links)
         schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
+        others = _gate_and_order(measuring.watch, kind) | _sums_of_gradients(kind, reduction)
         with gathered(kind.subject.experts.parameters):
-            measured = profile(measuring, kind.subject, running.lanes, schedule)
-        others = time_gate_and_order(measuring, kind) | time_gradients(measuring, kind, reduction)
-        for name, way in kind.options.items():
-            of_links = {each: links.timings[way.subject.link_name(each)] for each in way.subject.links}
-            operations = {**of_links, **measured.operations, **others}
-            profiles[kind.subject.kind, name] = replace(measured, operations=operations)
-    # Smaller layers of a kind are run as the largest was measured.
-    for kind in kinds:
-        kind.options = next(each.options for each in largest if each.subject.kind == kind.subject.kind)
+            measured = profile(measuring, kind.subject, running.lanes, schedule, others)
+        for name, option in kind.options.items():
+            of_links = {each: links.timings[option.subject.link_name(each)] for each in option.subject.links}
+            profiles[kind.subject.kind, name] = replace(measured, operations={**of_links, **measured.operations})
     if not largest or is_serial(running.lanes):
         return profiles, links, Slowdowns({})
     heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)
     # One with a part on each link, if there is one.
-    way = max(heaviest.options.values(), key=lambda each: len(each.subject.links))
-    with gathered(way.subject.experts.parameters):
-        return profiles, links, slowdowns_of(measuring, way.subject, running.lanes, heaviest.lane_of)
-
-
-def _dtype(kinds: Sequence[LayerKind], group: dist.ProcessGroup | None) -> torch.dtype:
-    """Return the type of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
-    own = kinds[0].subject.sizes.dtype if kinds else None
-    of_ranks = [own] if group is None else on_every_rank(own)
-    return next((each for each in of_ranks if each is not None), torch.float32)
+    option = max(heaviest.options.values(), key=lambda each: len(each.subject.links))
+    with gathered(option.subject.experts.parameters):
+        return profiles, links, slowdowns_of(measuring, option.subject, running.lanes, heaviest.lane_of)
 
 
 def _known(
     everyone: Stopwatch, cache: MeasurementCache | None, fingerprint: Mapping[str, object]
 ) -> tuple[Measurements, str]:
-    """Return what need not be measured, the same on every rank, and where it comes from."""
+    """Return the measurements that are known, the same on every rank, and their source."""
     known, source = Measurements(), ""
     with raise_on_all_ranks(everyone.group, "reading what was measured before"):
         if cache is not None and rank_now() == 0:
@@ -262,16 +225,12 @@ LARGEST_NUMEL = 1 << 20
 _NAMES = {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}
 
 
-def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timing]:
-    """Time the forward of a layer's gate, and of its order there and back, per token. Collective.
-
-    Raises:
-        MeasuringError: on every rank, if one has failed.
-    """
-    layer, device = kind.layer, measuring.watch.device
+def _gate_and_order(watch: Stopwatch, kind: LayerKind) -> dict[str, Timeable]:
+    """Return the forward of a layer's gate, and of its order there and back, to be timed per token. Collective."""
+    layer, device = kind.layer, watch.device
     width, dtype = kind.subject.sizes.width, kind.subject.sizes.dtype
     # As many tokens as the fullest rank has, so that all measure the same.
-    num_tokens = int(measuring.watch.slowest([[float(kind.num_tokens)]])[0][0])
+    num_tokens = int(watch.slowest([[float(kind.num_tokens)]])[0][0])
     sizes = _sizes_up_to(num_tokens, 4)
 
     def tokens(size: int) -> torch.Tensor:
@@ -286,39 +245,37 @@ def time_gate_and_order(measuring: Measuring, kind: LayerKind) -> dict[str, Timi
         routing = layer.route_without_hooks(x_SM, None, None)
         return lambda: layer.fsmoe.order.restore(layer.fsmoe.order.arrange(x_SM, routing), routing)
 
-    was_training = layer.gate.training
-    # A gate that counts what it routes in training does not count this.
-    layer.gate.eval()
-    found: dict[str, Timing] = {}
-    jobs: dict[str, Prepare] = {GATE: gate, ORDER: order}
-    try:
-        with untouched(device, layer.gate), kind.subject.surroundings():
-            for name, prepare in jobs.items():
-                parts = f"{name} {type(layer.gate).__name__}, {type(layer.fsmoe.order).__name__}"
-                of_kind = f"{parts}, {layer.num_local_experts}"
-                full_name = f"{of_kind} experts a rank, width {width}, {dtype}, up to {sizes[-1]} tokens"
-                found[name] = measuring.timing(full_name, "token", sizes, 1.0, prepare)
-    finally:
-        layer.gate.train(was_training)
-    return found
+    @contextmanager
+    def in_evaluation() -> Iterator[None]:
+        was_training = layer.gate.training
+        # A gate that counts what it routes in training does not count this.
+        layer.gate.eval()
+        try:
+            with untouched(device, layer.gate), kind.subject.surroundings():
+                yield
+        finally:
+            layer.gate.train(was_training)
+
+    of_kind = f"{type(layer.gate).__name__}, {type(layer.fsmoe.order).__name__}, {layer.num_local_experts}"
+    of_kind = f"{of_kind} experts a rank, width {width}, {dtype}, up to {sizes[-1]} tokens"
+    return {
+        name: Timeable(f"{name} {of_kind}", "token", sizes, 1.0, prepare, within=in_evaluation)
+        for name, prepare in ((GATE, gate), (ORDER, order))
+    }
 
 
-def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction | None) -> dict[str, Timing]:
-    """Time the sums of gradients, per byte: dense ones, and the experts' where several ranks hold them. Collective.
+def _sums_of_gradients(kind: LayerKind, reduction: Reduction | None) -> dict[str, Timeable]:
+    """Return the sums of gradients, to be timed per byte: dense ones, and the experts' where several ranks hold them.
 
     Args:
-        measuring: the measuring of this job.
         kind: a layer.
-        reduction: its groups are used; without one, DeepSpeed's for dense gradients.
-
-    Raises:
-        MeasuringError: on every rank, if one has failed.
+        reduction: its groups are used; without one, nothing is summed.
     """
     largest: dict[str, FlatGradients] = {}
     for flat in () if reduction is None else reduction.reducer.flats:
         if flat.kind not in largest or flat.numel > largest[flat.kind].numel:
             largest[flat.kind] = flat
-    found: dict[str, Timing] = {}
+    found: dict[str, Timeable] = {}
     placements = kind.pipeline.forward.groups.placements
     for grad_kind, flat in largest.items():
         sizes = _sizes_up_to(min(LARGEST_NUMEL, flat.numel), 6)
@@ -326,17 +283,11 @@ def time_gradients(measuring: Measuring, kind: LayerKind, reduction: Reduction |
         of_kind = f"of {flat.dtype} among {at.size} ({at.per_node} in a node), up to {sizes[-1]} elements"
         for task in flat.algorithm.most_kinds:
             name = _NAMES[grad_kind if task == GRAD else task]
-            if name not in found:
-                found[name] = measuring.timing(
-                    f"{name} {of_kind}, {flat.algorithm}",
-                    *("byte", sizes, float(flat.dtype.itemsize), flat.reducing(task), flat.group),
-                )
+            of_one = f"{name} {of_kind}, {flat.algorithm}", "byte", sizes, float(flat.dtype.itemsize)
+            found.setdefault(name, Timeable(*of_one, flat.reducing(task), flat.group))
     return found
 
 
 def _sizes_up_to(largest: int, count: int) -> list[int]:
-    """Return so many sizes by halves, fewer where they would repeat, but at least the three that a line needs."""
-    sizes = sorted({max(1, largest >> halvings) for halvings in range(count)})
-    while len(sizes) < 3:
-        sizes.append(2 * sizes[-1])
-    return sizes
+    """Return so many sizes, each half of the next, fewer where they would repeat, but at least three for a line."""
+    return at_least(3, (max(1, largest >> halvings) for halvings in range(count)))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts layers into chunks by rule: their all-to-alls are micro-ops of one size, as in Lina (ATC'23, section 4.2).
+"""Splits layers into chunks by rule: their all-to-alls are micro-ops of one size, as in Lina (ATC'23, section 4.2).
 
-Nothing is measured. The first optimizer step in training runs uncut and tells the bytes that each layer exchanges; from
-the second step on each layer has the degree that follows from them, the same on every rank.
+The engine calls it after the first optimizer step in training, without measuring. That step runs unchunked and shows
+the bytes that each layer exchanges. From the second step on each layer has the number of chunks that follows from them,
+the same on every rank.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from ds_fsmoe.planning.workload import NODE_DEDUPLICATED
 
 
 def chunks_by_bytes(block: FSMoEBlock) -> bool:
-    """Return whether degrees follow from bytes by rule: a schedule says so, and nobody else chooses them."""
+    """Return True if numbers of chunks follow from bytes by the rule of a schedule, and are not chosen otherwise."""
     asked = block.pipeline_degree
     is_open = (asked.forward, asked.backward) == ("auto", "auto") and not block.autotune.enabled
     return is_open and block.schedule != BEST and preset(block.schedule).pipeline == "by_bytes"
 
 
 class MicroOps:
-    """Cuts the layers of one engine, once.
+    """Splits the layers of one engine into chunks, once.
 
     Args:
         block: the options of the stage.
@@ -52,7 +53,7 @@ class MicroOps:
         self._sizes: dict[str, CallSizes] = {}
         """Label of a layer -> the sizes of its largest call in training so far."""
         self.is_wanted = True
-        """Whether layers are still to be cut; the same on every rank."""
+        """Whether layers are still to be split into chunks; the same on every rank."""
 
     def watch(self, call: LayerCall) -> None:
         """Record the sizes of a layer's largest call in training."""
@@ -68,8 +69,8 @@ class MicroOps:
         self.is_wanted = False
 
     def chunk_layers(self, layers: Mapping[str, FSMoELayer]) -> bool:
-        """Cut the layers, and tell whether any was. Collective over the ranks of the group, between steps; whoever has
-        the most bytes of a layer counts.
+        """Split the layers into chunks; return True if any has several. Collective over the ranks of the group, between
+        steps; the rank with the most bytes of a layer counts.
 
         Args:
             layers: the engine's layers by label.
@@ -89,7 +90,7 @@ class MicroOps:
         return max(degrees.values(), default=1) > 1
 
     def _degree(self, layer: FSMoELayer, sizes: CallSizes) -> int:
-        """Return the degree of a layer by what this rank has sent."""
+        """Return the number of chunks of a layer by the bytes that this rank has sent."""
         assert layer.pipeline is not None
         return degree_of_call(layer.pipeline.forward, sizes, self._micro_op_bytes, self._max_degree)
 
@@ -119,7 +120,7 @@ def degree_of_call(plan: PhasePlan, sizes: CallSizes, micro_op_bytes: int, max_d
 
 
 def _fanout(plan: PhasePlan, sizes: CallSizes) -> Fanout | None:
-    """Return how often a token crosses for each of its choices, any as likely as another; ``None``: once for each."""
+    """Return the fan-out of a token for each of its choices, with balanced routing; ``None``: once for each."""
     if plan.alltoall != NODE_DEDUPLICATED or not sizes.num_choices or not can_deduplicate(plan.groups):
         return None
     at, k = plan.groups.placements["ep"], min(sizes.num_choices, sizes.num_experts)

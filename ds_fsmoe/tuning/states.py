@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of the autotuner, each with its data, and which may come after which.
+"""Defines the states of the autotuner, each with its data, and which may come after which.
 
 :class:`~ds_fsmoe.tuning.autotune.Autotune` is in one of them, the same on every rank, as it changes only at forwards
 and steps. Once plans are settled, :mod:`ds_fsmoe.tuning.drift` compares steps with their predictions, and asks for
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The job is young, and nobody has asked for tuning."""
+    """Marks a job in its first steps whose config does not ask for tuning."""
 
     steps_left: int
     """The optimizer steps until it asks for itself to be run."""
@@ -25,7 +25,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Watching:
-    """Forwards in training show the sizes of layers and the time of the rest of the model."""
+    """Marks forwards in training that show the sizes of layers and the time of the rest of the model."""
 
     forwards_left: int | None = None
     """The forwards to watch before the measuring; ``None``: as many as at the start of a job, which has run none."""
@@ -35,21 +35,21 @@ class Watching:
 
 @dataclass(frozen=True)
 class Profiling:
-    """Costs are measured and plans are searched, between two forwards."""
+    """Marks the time between two forwards in which costs are measured and plans are searched."""
 
     why_again: str | None = None
 
 
 @dataclass(frozen=True)
 class Trying:
-    """Steps are trained by the best plans in turns."""
+    """Marks steps that are trained by the best plans alternately."""
 
     rounds: TrialRounds
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Plans are chosen, or there will be none."""
+    """Marks that plans are chosen, or that there will be none."""
 
     why_without: str = ""
     """The reason why nothing was measured; empty: plans were chosen."""

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says on one screen what the autotuner has chosen, what it gains, why, and what to do next."""
+"""Formats a summary of one screen: what the autotuner has chosen, what it gains, why, and what to do next.
+
+The autotuner logs it once plans are settled, and the engine writes it into the folder of a run.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ IN_EVALUATION = "autotune: nothing is measured in evaluation mode: call model.tr
 
 @dataclass
 class Outcome:
-    """The result of the trials, and what finding it took."""
+    """Holds the result of the trials, and the time of finding it."""
 
     took_s: float = 0.0
     """The seconds of measuring and planning."""
@@ -67,12 +70,12 @@ class Outcome:
         return replace(seen, bound_ms=seen.bound_ms - max(0.0, seen.dense_ms - self.least_dense_ms))
 
     def is_bound(self, step: StepTimes) -> bool:
-        """Return whether no step, measured or predicted, takes less than the bound."""
+        """Return True if every step, measured or predicted, takes at least the bound."""
         known_ms = [each for each in (self.kept_ms, self.baseline_ms) if each is not None]
         return step.bound_ms <= min([step.chosen_ms, *known_ms, *(each.step_ms for each in self.tried)])
 
     def as_data(self, step: StepTimes | None) -> dict[str, Any]:
-        """Return what was decided, for the record of a run: the page shows what the log says.
+        """Return the decision as data, for the record of a run: the page shows the same as the log.
 
         Args:
             step: the times of a step as they are predicted, see :meth:`seen`.
@@ -152,7 +155,7 @@ def too_short(outcome: Outcome, steps_since: int, is_waiting: bool, is_trying: b
 
 
 def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list[str]:
-    """Return what was chosen, what it gains as far as that is known, and what finding it cost."""
+    """Return lines with the choice, its gain if known, and the cost of tuning."""
     alike: dict[str, list[str]] = {}
     for row in rows:
         alike.setdefault(_chunks(row), []).extend(row.labels)
@@ -246,7 +249,7 @@ def _layers(rows: Sequence[Row], most: int | None, is_tried: bool) -> list[str |
 
 
 def _fits(rows: Sequence[Row]) -> str:
-    """Return how well the cost model fits the measurements, at the sizes that are used."""
+    """Describe the fit of the cost model to the measurements, at the sizes that are used."""
     shares = sorted(((timing.best_fit.typical_share, name) for name, timing, _ in timings_of(rows)), reverse=True)
     if not shares:
         return "none"
@@ -259,7 +262,7 @@ def _fits(rows: Sequence[Row]) -> str:
 
 
 def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list[str]:
-    """Return what to do next, the most telling first."""
+    """Return advice on what to change, the most important first."""
     found = []
     step = context.step
     for row in rows:

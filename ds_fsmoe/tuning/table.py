@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formats what the autotuner has measured and chosen: as tables to be read, and as plain data for a run's folder."""
+"""Formats what the autotuner has measured and chosen: as tables to be read, and as plain data for a run's folder.
+
+The autotuner calls it after measuring, and again once plans are settled.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +52,7 @@ _EQUAL = 1e-3
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table, for equal layers."""
+    """Holds one row of the table, for equal layers."""
 
     labels: tuple[str, ...]
     """The labels of the layers, such as "L03"."""
@@ -62,7 +65,7 @@ class Row:
     alltoalls_ms: Mapping[str, float]
     """All-to-all -> what both phases are predicted to take with it."""
     reduces: Reduces
-    """The way reduce-scatters are done, by size."""
+    """The methods of the reduce-scatters, by size."""
     why_unchunked: str = ""
     """The reason why the layers run in one chunk whatever is chosen; empty: there is none."""
 
@@ -73,7 +76,7 @@ class Row:
 
 @dataclass(frozen=True)
 class TuningContext:
-    """Facts that hold for all layers."""
+    """Holds facts that are the same for all layers."""
 
     step: StepTimes
     slowed: Slowdowns
@@ -125,7 +128,7 @@ def rows_of_plan(
 
 
 def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
-    """Say in one line how a plan runs its layers: chunks and order of both phases."""
+    """Describe in one line how a plan runs its layers: chunks and order of both phases."""
     texts: dict[str, list[str]] = {}
     for index, label in enumerate(labels):
         forward, backward = (each.order for each in plan.choices(index))
@@ -171,7 +174,7 @@ def describe_rows(rows: Sequence[Row], context: TuningContext, took_s: float, so
 
 
 def choices_as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return what was chosen, an entry per row and phase: for the folder of a run and for all tables."""
+    """Return the choices, an entry per row and phase: for the folder of a run and for all tables."""
     return [
         {
             "layers": row.labels,
@@ -413,8 +416,8 @@ def measured_job(
     tensors_bytes: Mapping[str, Sequence[int]],
     micro_batches: int,
 ) -> RecordedJob:
-    """Return what plans are searched from, so that they can be searched again without the machine; not yet what the
-    rest of the model takes, and the bytes of its gradients.
+    """Return the job that plans are searched from, so that they can be searched again without the machine. It has not
+    yet the time of the rest of the model, and the bytes of its gradients.
 
     Args:
         measured: what was measured.
@@ -461,7 +464,7 @@ def called_as_data(
     micro_batches: int,
     choices: Mapping[str, int | None],
 ) -> dict[str, Any]:
-    """Return what the layers of a run are that was not measured: what their tasks cost is in its trace, if anywhere.
+    """Return the layers of a run that was not measured: the costs of their tasks are in its trace, if anywhere.
 
     Args:
         shapes: label of a layer -> the sizes of its first call.

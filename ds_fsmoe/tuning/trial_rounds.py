@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the plan that stays in three rounds of trials: all candidates; the neighbours of the fastest; and what was
-found against DeepSpeed's schedule alone, because turns in which the fastest of many is found show it faster than it is.
+"""Finds the plan that is kept in three rounds of trials.
+
+The autotuner makes the rounds after measuring, and ends a step of them at each optimizer step. First all candidates are
+tried, then the neighbours of the fastest, and at last the plan that was found against DeepSpeed's schedule alone: turns
+in which the fastest of many is found show it faster than it is.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ Together = Callable[[Sequence[ModelPlan]], Sequence[Candidate]]
 MAX_STEPS = 24
 """The optimizer steps within which plans are settled, unless more turns are asked for than there are by default."""
 TURNS_WITHIN = 3
-"""The most turns for which that holds: who asks for more gets them, with every plan that has hope."""
+"""The most turns for which that holds: more are run if they are asked for, with every plan within the margin."""
 TURNS_OF_JUDGING = 3
-"""So many turns with the plan that was found, at least, are left for telling what it gains."""
+"""The least number of turns with the plan that was found that are left for measuring its gain."""
 
 
 class TrialRounds:
@@ -90,13 +93,13 @@ class TrialRounds:
         self._is_last = False
         self._lines = NowAndThen()
         self.rounds: list[list[Tried]] = []
-        """Round -> what each plan took."""
+        """Round -> the times of each plan."""
         most = self._steps_for_finding()
         tried = plans if most is None else [*plans[:-1][: most - 1], plans[-1]]
         self.trials = self._begin(tried, turns, most)
 
     def step_is_over(self) -> bool:
-        """End an optimizer step; tell whether it is settled what stays, which is run from now on."""
+        """End an optimizer step; return True if a plan is settled on, which runs from now on."""
         kept = self.trials.step_is_over()
         if kept is None:
             if self._lines.is_due():

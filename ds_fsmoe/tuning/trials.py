@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tries the few plans that look best by training with them: every plan gives the same numbers, so no step is lost.
+"""Tries the best predicted plans by training with them: every plan gives the same numbers, so no step is lost.
 
-A prediction adds up what operations take one by one, and pair by pair. Ranks that share cores or links, wait for each
+The rounds of trials call it at each optimizer step. A prediction adds up the times of operations one by one, and pair
+by pair. Ranks that share cores or links, wait for each
 other in other places, or drift apart, make it wrong by more than plans differ. The measured step decides.
 """
 
@@ -28,7 +29,7 @@ FINALISTS = 2
 
 @dataclass(frozen=True)
 class TrialGain:
-    """Says how many times as fast a plan is as the baseline, from steps of both in turns."""
+    """Holds how many times as fast a plan is as the baseline, from alternating steps of both."""
 
     ratio: float
     """The median, over turns, of the ratio of the two steps in it."""
@@ -39,13 +40,13 @@ class TrialGain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the plan was the faster one in each of several turns."""
+        """Return True if the plan was the faster one in each of several turns."""
         return self.num_turns > 1 and self.low > 1.0
 
 
 @dataclass(frozen=True)
 class Tried:
-    """The result of trying a plan."""
+    """Holds the result of trying a plan."""
 
     name: str
     step_ms: float
@@ -59,8 +60,8 @@ class Tried:
 
 
 class Trials:
-    """Runs whole optimizer steps, each with one plan, in turns; every second round goes backwards, and each round drops
-    the plans without hope. Ranks decide alike.
+    """Runs whole optimizer steps, each with one plan, alternately; every second round goes backwards, and each round
+    drops the plans outside of the margin. Ranks decide alike.
 
     Args:
         names: the names of the plans, for people; the first is kept if none is faster.
@@ -223,7 +224,7 @@ class Trials:
         return replace(found, ratio=self._median_ms(self.baseline) / self._median_ms(best))
 
     def gain(self, kept: int) -> TrialGain | None:
-        """Return how many times as fast a plan is as the baseline; ``None`` if they were not seen in the same turn."""
+        """Return how many times as fast a plan is as the baseline; ``None`` if no turn has both."""
         if self.baseline is None:
             return None
         ours, base = self._of_turn[kept], self._of_turn[self.baseline]
@@ -234,23 +235,23 @@ class Trials:
 
     @property
     def spread(self) -> float:
-        """The share by which the slowest step of a plan is behind its fastest, in the middle of the plans that were
+        """Return the share by which the slowest step of a plan is behind its fastest, the median of the plans that were
         tried more than once; at least what counts as chance."""
         seen = [max(each) / min(each) - 1 for each in self.times_ms if len(each) > 1 and min(each) > 0]
         return max(GAIN, statistics.median(seen)) if seen else GAIN
 
     @property
     def num_steps(self) -> int:
-        """The number of steps that were seen whole."""
+        """Return the number of steps that were observed whole."""
         return sum(map(len, self.times_ms))
 
     @property
     def total_ms(self) -> float:
-        """The time of all these steps."""
+        """Return the time of all these steps in milliseconds."""
         return sum(map(sum, self.times_ms))
 
     def results(self, kept: int) -> list[Tried]:
-        """Return what each measured plan took, the fastest first.
+        """Return the times of each measured plan, the fastest first.
 
         Args:
             kept: the plan that stays.

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the layers of one engine as they were measured: plans are searched for them and applied to them."""
+"""Holds the layers of one engine as they were measured: plans are searched for them and applied to them.
+
+:class:`~ds_fsmoe.tuning.autotune.Autotune` makes one after each measuring.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ def windows_of(plan: ModelPlan) -> list[WindowBytes]:
 
 
 FORWARDS_WATCHED = 2
-"""The number of the forward whose backward tells what the rest of the model takes, see ``StepClock``."""
+"""The number of the forward whose backward shows the time of the rest of the model, see ``StepClock``."""
 
 
 class TunedModel:
@@ -56,14 +59,14 @@ class TunedModel:
         block: the options of the stage.
         running: the lanes and groups of the layers.
         layers: the layers by label, in the order of the forward.
-        measured: what was measured of them.
+        measured: the measurements of the layers.
         gradients: the kind and bytes of every buffer that we reduce.
         tensors_bytes: kind of gradient -> the bytes of its tensors.
-        dense_ms: what the rest of the model takes, forward and backward: gradients included, which were not hidden
-            when it was measured; ``None``: not seen.
-        can_split: whether batches may be cut into halves.
+        dense_ms: the time of the rest of the model, forward and backward: gradients included, which were not hidden
+            when it was measured; ``None``: not observed.
+        can_split: whether batches may be split into two sub-batches.
         num_micro_batches: of a step, the last of which sends the gradients.
-        in_stages: whether these are the layers of a pipeline's stage, whose backwards were seen without gradients.
+        in_stages: whether these are the layers of a pipeline's stage, whose backwards were observed without gradients.
         sums_each: whether each micro-batch sends gradients, and not the last one alone.
     """
 
@@ -122,7 +125,7 @@ class TunedModel:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the layers in the order of the forward."""
+        """Return the labels of the layers in the order of the forward."""
         return self.job.labels
 
     def apply(self, plan: ModelPlan, predictors: dict[str, MeasuredPredictor]) -> None:
@@ -134,7 +137,7 @@ class TunedModel:
             plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.is_two_batch)
             self._layers[label].fsmoe.apply(plan_of_layer)
             if plan.is_two_batch:
-                # A half's run is predicted with the other half in its pauses, which no layer alone can be.
+                # A sub-batch is predicted with the other one in its idle time, which no layer alone can be.
                 predictors.pop(label, None)
                 continue
             predictors[label] = MeasuredPredictor(
@@ -147,19 +150,19 @@ class TunedModel:
             )
 
     def predict(self, plan: ModelPlan) -> StepTimes:
-        """Predict what a step with a plan takes."""
+        """Predict the time of a step with a plan."""
         search, count = self.search, self._num_micro_batches
         step = predict_step(search.planner, plan, search.request.options, self._dense_ms, self._gradients_ms, count)
         return step.repeated(self._num_steps).longer(self._wait_ms)
 
     def micro_batch(self, plan: ModelPlan) -> StageTimes:
-        """Predict what a micro batch takes in a pipeline's stage with a plan."""
+        """Predict the time of a micro-batch in a pipeline's stage with a plan."""
         if not plan.layers:
             return StageTimes(*self._rest_ms, self._rest_ms[1])
         return stage_times(self.search.planner, plan).times
 
     def other_layouts(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Predict what other layouts of the same ranks would take, by the cluster's numbers where those were measured.
+        """Predict the times of other layouts of the same ranks, by the cluster's numbers where those were measured.
 
         Returns:
             ESP size -> the time of the experts' parts of a step; EP size -> the time of a step, the size as it is
@@ -186,7 +189,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class OfStages:
-    """What runs in all stages of a pipeline, the same on every rank."""
+    """Holds what runs in all stages of a pipeline, the same on every rank."""
 
     name: str
     """What the stages run, for people."""
@@ -198,7 +201,7 @@ class OfStages:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to try."""
+    """Holds a plan to try."""
 
     plan: ModelPlan
     of_stages: OfStages | None = None
@@ -241,19 +244,19 @@ def candidates_of_all_stages(plans: Sequence[ModelPlan], model: TunedModel, stag
 
 
 def _from_all_stages(own: _T, stages: Stages) -> list[_T]:
-    """Return what each stage has, from the front, on every rank: its ranks have the same."""
+    """Return the value of each stage, from the front, on every rank: its ranks have the same."""
     of_stages = dict(reversed(on_every_rank((stages.stage, own))))
     return [of_stages[stage] for stage in range(stages.num_stages)]
 
 
 def _as_many(of_plans: Sequence[_T], count: int) -> list[_T]:
-    """Return what belongs to the plans of a stage for so many: the first again ahead of the last."""
+    """Return so many values of the plans of a stage: the first is repeated ahead of the last."""
     *others, stock = of_plans
     return [*others, *others[:1] * (count - len(of_plans)), stock]
 
 
 def _joined(of_stages: Sequence[tuple[str, StepTimes, StageTimes]]) -> OfStages:
-    """Return what all stages run; the name only once where those with layers run alike."""
+    """Join what all stages run; the name occurs only once where those with layers run alike."""
     names, steps, times = zip(*of_stages, strict=True)
     named = {f"stage{stage}": name for stage, name in enumerate(names) if name}
     if len(set(named.values())) == 1:

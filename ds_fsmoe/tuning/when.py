@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Says when the autotuner runs: at once, after some steps, or not at all where it would have nothing to gain.
+"""Decides when the autotuner runs: at once, after some steps, or not at all where there is no gain to find.
 
-All of it follows from the config and from the job, never from a clock, so it is the same on every rank.
+The engine calls it once, when it is made. The decision follows from the config and from the job, never from a clock, so
+it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def settled(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks: int) -> 
 
 
 def needs_numbers(block: FSMoEBlock) -> bool:
-    """Return whether a schedule that was named has degrees that nobody has given, so that they have to be measured."""
+    """Return True if a schedule that was named has numbers of chunks that are not set, so that they are measured."""
     if block.schedule == BEST or "auto" not in (block.pipeline_degree.forward, block.pipeline_degree.backward):
         return False
     return PRESETS[block.schedule]().pipeline in ("common", "per_phase")
@@ -75,7 +76,7 @@ def _why_not_unasked(block: FSMoEBlock, ds_config: Mapping[str, Any], num_ranks:
 
 
 def known_steps(block: FSMoEBlock, ds_config: Mapping[str, Any]) -> int | None:
-    """Return the optimizer steps after which the job ends, where the config tells: by ``fsmoe.record.stop_after``, or
+    """Return the optimizer steps after which the job ends, where the config has it: by ``fsmoe.record.stop_after``, or
     by the length of the learning rate's schedule, which a trainer fills in; ``None`` where it does not."""
     found = [block.record.stop_after] if block.record.stop_after else []
     scheduler = ds_config.get("scheduler") or {}
