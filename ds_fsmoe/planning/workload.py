@@ -324,12 +324,10 @@ def check_divides(shape: Shape, groups: Groups) -> None:
     Raises:
         ValueError: one of them does not divide.
     """
-    for over, ranks, value, name in (
-        ("ep_size", groups.ep, shape.E, "experts"),
-        ("expert_tensor_parallel_size", groups.esp, shape.H, "columns of an expert (its hidden width)"),
-    ):
-        if value % ranks:
-            raise ValueError(f"{over} = {ranks}: must divide the {value} {name}")
+    if shape.E % groups.ep:
+        raise ValueError(f"ep_size = {groups.ep}: must divide the {shape.E} experts")
+    if shape.H % groups.esp:
+        raise ValueError(f"expert_tensor_parallel_size = {groups.esp}: must divide the hidden width, {shape.H}")
 
 
 def arranging(shape: Shape, tokens_S: float) -> tuple[Work, Work, Work]:

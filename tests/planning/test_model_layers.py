@@ -206,7 +206,7 @@ def test_another_capacity_and_a_fuller_rank_change_what_is_sent() -> None:
     ("how", "sentence"),
     [
         ({"groups": Groups(12, 4, ep=3)}, "ep_size = 3: must divide the 4 experts"),
-        ({"groups": Groups(12, 4, esp=3)}, "expert_tensor_parallel_size = 3: must divide the 10 columns"),
+        ({"groups": Groups(12, 4, esp=3)}, "expert_tensor_parallel_size = 3: must divide the hidden width, 10"),
         ({"groups": Groups(9, 4, pp=9)}, "pp = 9: must be at most the number of blocks, 8"),
         ({"stage": ModelStage(0, range(2), True, False)}, "stage 1 of 1: none of its blocks has experts"),
     ],

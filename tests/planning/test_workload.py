@@ -207,7 +207,7 @@ def test_an_impossible_shape_is_refused_by_field_and_value(change: dict, message
 def test_experts_that_do_not_divide_over_the_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="ep_size = 2: must divide the 3 experts"):
         layer_work(ODD, Groups(world=2, gpus_per_node=2, ep=2))
-    with pytest.raises(ValueError, match="expert_tensor_parallel_size = 3: must divide the 22 columns"):
+    with pytest.raises(ValueError, match="expert_tensor_parallel_size = 3: must divide the hidden width, 22"):
         layer_work(ODD, Groups(world=3, gpus_per_node=3, esp=3))
     with pytest.raises(ValueError, match="alltoall = '3dh': the choices are flat, 2dh"):
         layer_work(ODD, Groups(world=3, gpus_per_node=3, ep=3), "3dh")
