@@ -183,8 +183,6 @@ class MoEPart:
 
         Tasks are issued chunk by chunk, so that the host's cost delays no lane. The order within a lane sets what runs
         first.
-
-        Issued chunk by chunk, so that the host's cost holds up no lane; what a lane does first is the order within it.
         """
         return self._run(passed, is_here=False)
 

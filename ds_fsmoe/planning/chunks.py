@@ -58,8 +58,6 @@ def degree_by_bytes(moe: MoEWork, micro_op_bytes: int, max_degree: int) -> int:
 
     The number is the same in both phases, as their all-to-alls have the same bytes.
 
-    It is the same in both phases, as what goes in in one of them comes out in the other.
-
     Args:
         moe: the experts' part of the layer in one phase; without all-to-alls it has one chunk.
         micro_op_bytes: the bytes of a micro-op.

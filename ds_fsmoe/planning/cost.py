@@ -135,9 +135,6 @@ def fit(sizes: Sequence[float], times_ms: Sequence[float]) -> Fit:
     Timings scatter in proportion to their length, so each size has the same weight. Outliers count little: a soft L1
     loss sums the logarithms of measured over fitted times.
 
-    Timings scatter by a share of what they are, so each size counts alike, and one that was disturbed counts little:
-    the logarithms of measured over fitted times are summed up by a soft L1 loss.
-
     Args:
         sizes: at least three sizes, two or more of them different.
         times_ms: measured medians, one per size.

@@ -217,9 +217,6 @@ def regular(nodes: Sequence[int]) -> Nodes | None:
     They can if several nodes have the same number of ranks, more than one, and the i-th ranks of the nodes are in the
     order of the nodes, as a communicator needs.
 
-    They can where several nodes have as many ranks each, more than one, and the ranks of a place come in the order of
-    the nodes, as a communicator has them.
-
     Args:
         nodes: the node of each rank.
     """

@@ -97,10 +97,6 @@ def gradient_lanes(groups: Groups) -> dict[str, tuple[Lane, ...]]:
     If a group uses both kinds of links, only the slower one counts. The slices need a fraction of the other, and
     reserving it would delay the layer's own traffic. Experts of this layer may have no ranks to be reduced over, while
     experts of a layer with another ``ep_size`` have some.
-
-    If a group crosses both kinds of links, only the slower one counts: the slices need a fraction of the other, and
-    holding it would delay the layer's own traffic. Experts of this layer may have no ranks to be summed with, while
-    experts of a layer with another ``ep_size`` have some.
     """
     at = groups.placements
     return {GRAD: at["dp"].lanes[:1], EXPERT_GRAD: (at["edp"].lanes or at["dp"].lanes)[:1]}

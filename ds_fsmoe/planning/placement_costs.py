@@ -44,7 +44,7 @@ class ObservedRouting:
     """Holds the measured routing of one layer.
 
     Raises:
-        ValueError: rows are not finite numbers of at least 0 in G rows, or the number of nodes is not G.
+        ValueError: rows are not finite numbers of at least 0 in G rows, or ``node_of_rank`` has another length.
     """
 
     rows_GE: np.ndarray
@@ -91,9 +91,6 @@ def pressure_of(placement: ExpertPlacement, observed: ObservedRouting) -> Pressu
 
     A factor is 1 where balanced routing has no such rows either, as between nodes of a single node, or without any
     rows.
-
-    A factor is 1 where balanced routing has no such rows either, as between nodes where there is one, or where there
-    are no rows at all.
     """
     rows_GG, is_in_nG = placement.rows_between(observed.rows_GE), _ranks_of_nodes(observed.node_of_rank)
     ours, even = (

@@ -104,9 +104,6 @@ class Schedule:
 
     A task may only need tasks issued before it, so no schedule deadlocks.
 
-    A task may only need tasks issued before it, so walking the list in order can never wait for what comes later: no
-    schedule deadlocks.
-
     Raises:
         ValueError: a task needs one that is issued later, or itself, or one that does not exist.
     """
@@ -165,9 +162,6 @@ class Draft:
 
         A task that needs two lanes at once runs on the first. It starts when the second has done what was issued to it
         before. A HOLD keeps the second waiting until the task is done.
-
-        A task that needs two lanes at once runs on the first. It starts when the second has done what was issued to it
-        before, and a HOLD keeps the second waiting until it is done.
         """
         lane, *others = lanes
         needs = dict.fromkeys((*after, *(self._last[each] for each in others if each in self._last)))

@@ -30,7 +30,7 @@ def entering_first(schedule: Schedule, kinds: Collection[str]) -> tuple[Schedule
         kinds: the kinds of the tasks that go ahead, such as those of :func:`entering`.
 
     Raises:
-        ValueError: such a task needs the result of a later one.
+        ValueError: such a task needs the result of one that does not go ahead.
     """
     tasks = schedule.tasks
 

@@ -146,8 +146,6 @@ class Stage(Work):
     """Describes one operation that every chunk of the experts' part passes, on the way to the experts or back.
 
     Its position in :class:`MoEWork` is its order; the fields allow other positions.
-
-    Where it stands in :class:`MoEWork` says when it is due; the fields say where it may go out of turn.
     """
 
     is_inner: bool = False

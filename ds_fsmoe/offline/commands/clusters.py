@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the clusters that come along, or check the file of one: what is wrong with it, what it lacks, what cannot well
-be."""
+"""Lists the clusters in the package, or checks cluster files for errors, missing numbers and doubtful numbers."""
 
 from __future__ import annotations
 

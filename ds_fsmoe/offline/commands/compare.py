@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs your own training command with stock DeepSpeed's layers and with ours, in turns, and compares them.
+"""Runs your own training command with stock DeepSpeed's layers and with ours, alternately, and compares them.
 
   ds_fsmoe compare -- deepspeed train.py --deepspeed_config ds_config.json
 
 The command has to name a DeepSpeed config with an "fsmoe" block. Each run gets a copy of it that differs in
 fsmoe.enabled, is recorded, and ends after some optimizer steps. First each runs once for --steps, with a timeline; the
-layers are measured then, for all that follows. Then both run again and again for fewer steps, stock first, ours first,
-and so on (--turns), and the ratio has an interval over these turns. Where the config is a dict inside the script, the
-block comes from outside, and the command starts the script with --module ds_fsmoe.run:
+layers are measured then, for all later runs. Then both run again and again for fewer steps, stock first, ours first,
+and so on (--turns), and the ratio has an interval over these turns. If the config is a dict inside the script, give the
+block on the command line, and start the script with --module ds_fsmoe.run:
 
   ds_fsmoe compare --fsmoe '{"enabled": true}' -- deepspeed --module ds_fsmoe.run train.py
 
-Two runs that are recorded already are compared by --recorded STOCK OURS.
+Two existing recordings are compared by --recorded STOCK OURS.
 """
 
 from __future__ import annotations

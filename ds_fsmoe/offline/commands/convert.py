@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_fsmoe convert``: a checkpoint into other forms and back. One process, no ranks, one file in memory at a time."""
+"""Converts a checkpoint into other forms and back: ``ds_fsmoe convert``. It needs one process and has one file in
+memory at a time.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_fsmoe env``: what is installed and supported, which parts there are, what ops, links and locks."""
+"""Shows installed and supported versions, the registered parts, ops, links and locks: ``ds_fsmoe env``."""
 
 from __future__ import annotations
 

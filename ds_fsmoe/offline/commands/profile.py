@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measure the cluster this runs on and write a file for ``ds_fsmoe plan --cluster``. Started by itself it measures
-computing on one rank; started by a launcher, as a training script would be, the links as well:
-``deepspeed --module ds_fsmoe profile --out FILE``, or ``torchrun ... -m ds_fsmoe profile --out FILE``."""
+"""Measures the cluster that it runs on, and writes a file for ``ds_fsmoe plan --cluster``. Started alone it measures
+computation on one rank. Started by a launcher, like a training script, it measures the links as well: ``deepspeed
+--module ds_fsmoe profile --out FILE``, or ``torchrun ... -m ds_fsmoe profile --out FILE``.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTML page of a recorded run, of several beside each other, or of recorded routing.
+"""Writes one HTML page of a recorded run, of several side by side, or of recorded routing.
 
 A run is recorded with ``"fsmoe": {"record": {"dir": "runs/one"}}``; ``ds_fsmoe compare`` records two, and turns of
-both. Routing is recorded with ``"fsmoe": {"routing": {"record": "runs/one/routing"}}``: of a run's folder its
-``routing`` is shown too. The page is one file, and asks for nothing from elsewhere.
+both. Routing is recorded with ``"fsmoe": {"routing": {"record": "runs/one/routing"}}``; the ``routing`` folder of a run
+is shown too. The page is one file, without references to others.
 """
 
 from __future__ import annotations

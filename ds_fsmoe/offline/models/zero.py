@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adds what ZeRO sends to the layers and plans of a step: at each stage as DeepSpeed 0.19.8 does it, and as ours does.
+"""Adds ZeRO's collectives to the layers and plans of a step, for each stage as in DeepSpeed 0.19.8 and as in ours.
+The pipeline and report of ``ds_fsmoe plan`` call it.
 
-- Stage 0: gradients of all ranks are summed once a step, by an all-reduce. DeepSpeed does so when the backward is over;
-  ours sends them in windows of the last backward.
+- Stage 0: gradients of all ranks are reduced once a step, by an all-reduce. DeepSpeed does so after the backward; ours
+  sends them in windows of the last backward.
 - Stage 1: the same, and the updated parameters are gathered. DeepSpeed gathers them at the end of the step; ours while
   the next forward runs.
-- Stage 2: as stage 1, but gradients are summed in every micro-batch; by ours too, unless the config says
-  ``"accumulate": "before_sum"`` or a GPU has room for all gradients, which is not predicted.
-- Stage 3: each layer's parameters are gathered for its forward and again for its backward, and its gradients are
-  reduce-scattered, in every micro-batch, by DeepSpeed for both. Gathers run ahead and reduce-scatters beside the
-  backward (``overlap_comm``, which is on at this stage unless the config says otherwise). There are no windows.
+- Stage 2: as stage 1, but gradients are reduced in every micro-batch. Ours does so too, unless the config has
+  ``"accumulate": "before_sum"`` or a GPU has memory for all gradients, which is not predicted.
+- Stage 3: in every micro-batch, each layer's parameters are gathered for its forward and again for its backward. Its
+  gradients are reduce-scattered, by DeepSpeed for both. Gathers run ahead, and reduce-scatters are concurrent with the
+  backward (``overlap_comm``, on by default at this stage). There are no windows.
 
-A gather runs ahead by one layer. Where the parameters of one layer fill ``stage3_max_live_parameters``, DeepSpeed does
-not prefetch beside it: the gather begins when it is through. What the backward needs again soon
-(``stage3_max_reuse_distance``) stays, and small tensors (``stage3_param_persistence_threshold``) are never released.
+A gather runs ahead by one layer. If the parameters of one layer fill ``stage3_max_live_parameters``, DeepSpeed does not
+prefetch concurrently: the gather begins after the layer. Parameters that the backward soon needs again
+(``stage3_max_reuse_distance``) stay, and small tensors (``stage3_param_persistence_threshold``) are never released.
 """
 
 from __future__ import annotations

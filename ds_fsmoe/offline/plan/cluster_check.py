@@ -93,8 +93,6 @@ def gb_per_s(name: str, operation: Operation) -> float:
     """Return the rate of a collective over a rank's link, in 10^9 bytes per second; 0 if its bytes cost no time.
 
     An all-reduce counts once: where switches add up, every rank sends its buffer once.
-
-    An all-reduce counts once: where switches add up, every rank sends its buffer once.
     """
     if operation.cost.beta_ms == 0:
         return 0.0

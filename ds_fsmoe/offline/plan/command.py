@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Predict the step time and the memory of a model on a cluster, without a GPU, and print the config that runs it.
+"""Predicts the step time and the memory of a model on a cluster, without a GPU, and prints the config that runs it.
 
 ds_fsmoe plan --cluster h100_400 --model qwen3-30b-a3b
 ds_fsmoe plan --cluster a100_200 --nodes 4 --hf-config my-model/config.json --zero 3 --samples 2

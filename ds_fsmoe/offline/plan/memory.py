@@ -222,7 +222,7 @@ def fit_of(args: argparse.Namespace, job: PlannedJob) -> tuple[int, bool | None,
 
 
 def _lowest(needs: dict[int, float], memory_gb: float) -> int | None:
-    """Return the lowest stage that fits, or None."""
+    """Return the lowest stage that fits; None if no stage fits."""
     return next((stage for stage, gb in needs.items() if gb <= memory_gb), None)
 
 

@@ -158,9 +158,6 @@ def ratio_interval(baseline_ms: Sequence[float], variant_ms: Sequence[float]) ->
 
     It covers variation from step to step. It does not cover changes of the machine between the runs.
 
-    It covers what varied from step to step. It does not cover what the machine did during one run and not during the
-    other.
-
     Returns:
         The interval; ``None`` if a run has fewer than ten blocks.
     """

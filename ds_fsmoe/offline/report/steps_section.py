@@ -100,8 +100,6 @@ def tuning_of(run: Run) -> list[tuple[int, int, str]]:
     """Return the ranges of steps with measurements or trials: (first, last, words).
 
     Runs of earlier versions do not record these steps, only when plans were settled.
-
-    Runs of earlier versions do not say which steps these are, only when plans were settled.
     """
     marked = [row["step"] for row in run.steps if row.get("is_tuning")]
     settled = int(run.plans.get("settled_at", 0))

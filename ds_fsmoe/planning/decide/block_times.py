@@ -121,8 +121,6 @@ class BlockTimes:
         in ms.
 
         Results are cached, because many plans of one layer choose among the same orders.
-
-        They are computed once: of one layer many plans are made, each with other choices out of the same ways.
         """
         known = self._known_ms
         new = [order for order in dict.fromkeys(orders) if (order, moe_grad_ms) not in known]
@@ -247,8 +245,6 @@ class PhaseTimes:
 
 def learn(wanted: Mapping[BlockTimes, tuple[Collection[Order], Collection[float]]]) -> None:
     """Compute the times that :meth:`BlockTimes.with_ms` will need, for many layers together.
-
-    A simulation of many candidates takes hardly longer than one of few.
 
     A simulation of many candidates takes hardly longer than one of few.
 

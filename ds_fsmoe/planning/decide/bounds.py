@@ -21,11 +21,6 @@ def lower_bound_ms(work: BlockWork, costs: Mapping[str, Cost], max_degree: int =
     of the inter-node link, with gradients. Inside the MoE part a chunk has to pass every stage. Each lane has to do its
     work between the shortest path to it and the shortest path from it.
 
-    It is the larger of two bounds. The first is the sum of the part before the MoE part, the MoE part's own bound and
-    the part after it. The second is all work of the inter-node link, gradients included. Inside the MoE part a chunk
-    has to pass every stage, and each lane has to do all its work between the shortest path to it and the shortest path
-    from it.
-
     Args:
         work: the layer.
         costs: kind of task -> cost.

@@ -29,9 +29,6 @@ class GradientSlice:
 
     A plan for the whole model knows bytes only (:class:`~ds_fsmoe.planning.block.Slice`), because it is made before
     buffers exist. This slice says where in a buffer those bytes are.
-
-    A plan for the whole model knows bytes only (:class:`~ds_fsmoe.planning.block.Slice`), because it is made before
-    buffers exist; this is the place in a buffer where those bytes are found.
     """
 
     kind: str

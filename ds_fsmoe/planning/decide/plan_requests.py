@@ -283,8 +283,6 @@ def sendings_in_two_batch(mode: Mode) -> tuple[tuple[Mode, ...], tuple[float, ..
     as without two-batch overlap; a share of the gradients is sent inside the MoE part of the next layer.
 
     A sub-batch's traffic is hidden already, so the slices for a window of a whole micro-batch may be too large.
-
-    Where a half's traffic is hidden already, what fits into a window of a whole micro-batch may be too much at once.
     """
     return ((mode, "dense_only"), IN_MOE) if mode == "adaptive" else ((mode,), ())
 
