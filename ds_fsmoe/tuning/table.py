@@ -155,7 +155,7 @@ def describe_rows(rows: Sequence[Row], context: TuningContext, took_s: float, so
 
     Args:
         rows: the rows, one per kind of layer.
-        told: the facts that hold for all of them.
+        context: the facts that hold for all of them.
         took_s: the seconds that the stage took.
         source: where the numbers come from.
     """
