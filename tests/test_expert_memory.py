@@ -155,7 +155,7 @@ def test_cuts_are_read_without_copying_where_they_can_be() -> None:
         found, nothing = cuts.take(start, stop)
         assert nothing is None
         assert torch.equal(found, rows(2, 13, 5)[:, start:stop])
-        sources = {tensor.untyped_storage().data_ptr() for tensor, _ in cuts._pieces.values()}
+        sources = {tensor.untyped_storage().data_ptr() for tensor, _ in cuts._saved.values()}
         assert (found.untyped_storage().data_ptr() in sources) is ((start, stop) in inside)
     assert cuts.take(6, 6)[0].shape == (2, 0, 5)
     with pytest.raises(ValueError, match=r"slots \[5, 14\): the forward saved only \[0, 6\), \[6, 6\), \[6, 13\)"):

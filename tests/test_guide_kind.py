@@ -25,7 +25,7 @@ PLACES = [
     ),
     ("ds_fsmoe/planning/job/measured.py", 'GATE, ORDER = "gate", "order and back"\n', 0),
     ("ds_fsmoe/planning/job/measured.py", "        names[EXPERT] = anew if backward else FORWARD\n", 8),
-    ("ds_fsmoe/measuring/profiler.py", "        return (*experts, *((NARROWED, WIDENED)", 8),
+    ("ds_fsmoe/measuring/profiler.py", "        return (*experts, *((QUANTISED, DEQUANTISED)", 8),
     ("ds_fsmoe/measuring/profiler.py", "    flops = 2.0 * ranks * subject.num_weights\n", 4),
     ("ds_fsmoe/measuring/profiler.py", '        FORWARD: (forward, flops, "flop"),\n', 8),
     ("ds_fsmoe/execution/phase.py", "        if SPREAD in kinds:\n", 8),

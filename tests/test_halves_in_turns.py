@@ -13,7 +13,7 @@ from torch import nn
 
 from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.execution.lanes import Lanes
-from ds_fsmoe.two_batch.run import CannotSplitError, Pending, halves_of
+from ds_fsmoe.two_batch.run import CannotSplitError, Pending, sub_batches_of
 from ds_fsmoe.two_batch.splitter import Splitter
 from tests.lane_cases import Arithmetic, Log, device_for, in_time, lanes, random_schedule, serial_outcome
 
@@ -259,7 +259,7 @@ def test_blocks_are_found_by_the_names_of_their_classes() -> None:
 
 def test_arguments_are_cut_where_their_rows_are_samples() -> None:
     rows, one, positions = torch.arange(6).view(3, 2), torch.zeros(1, 5), torch.arange(3)
-    first, second = halves_of({"x": (rows, one), "p": positions, "n": None, "f": 0.5}, 3, "all")
+    first, second = sub_batches_of({"x": (rows, one), "p": positions, "n": None, "f": 0.5}, 3, "all")
     assert [each.tolist() for each in (first["x"][0], second["x"][0])] == [[[0, 1], [2, 3]], [[4, 5]]]
     assert first["x"][1] is second["x"][1] is one
     # One number for each position, as many as samples by chance.
@@ -269,7 +269,7 @@ def test_arguments_are_cut_where_their_rows_are_samples() -> None:
         (object(), "mask, a object, cannot be split by the batch"),
     ):
         with pytest.raises(CannotSplitError, match=message):
-            halves_of(value, 3, "mask")
+            sub_batches_of(value, 3, "mask")
 
 
 def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:

@@ -44,11 +44,11 @@ from ds_fsmoe.planning.job.measured import (
     BACKWARD,
     BACKWARD_ANEW,
     BETWEEN_NODES,
+    DEQUANTISED,
     FORWARD,
     IN_NODES,
-    NARROWED,
+    QUANTISED,
     REDUCE_SCATTER,
-    WIDENED,
     LayerProfile,
     Slowdowns,
     Timing,
@@ -167,8 +167,8 @@ def test_conversions_are_measured_where_wires_ask_for_them_by_the_bytes_of_whole
     results = results_of[esp]
     found = results[0]["narrow"].operations
     assert all(each["narrow"] == results[0]["narrow"] for each in results)
-    assert not {NARROWED, WIDENED} & set(results[0]["written"].operations)
-    for name in (NARROWED, WIDENED):
+    assert not {QUANTISED, DEQUANTISED} & set(results[0]["written"].operations)
+    for name in (QUANTISED, DEQUANTISED):
         assert found[name].unit == "byte"
         # On a rank with one expert, from two ranks of each shard, in float32.
         assert found[name].sizes[-1] == 2 * esp * MEASURED * WIDTH * 4

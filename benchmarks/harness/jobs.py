@@ -14,7 +14,7 @@ _ON_THE_BED = (
     ("cases/bench_operations.py", "--steps 3 --only 0"),
     ("cases/bench_layer.py", "--blocks 2 --only 0"),
 )
-NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_MANY, NUM_CHOICES, NUM_INFERENCE, NUM_HALVES = 24, 12, 8, 5, 6, 7
+NUM_LAYERS, NUM_LAYERS_LIKE_TABLE_2, NUM_MANY, NUM_CHOICES, NUM_INFERENCE, NUM_SUB_BATCHES = 24, 12, 8, 5, 6, 7
 JUDGED_LAYERS = (2, 4, 6, 9, 13, 15, 20, 23)
 """As in ``cases/bench_layer.py``, which takes torch to read."""
 STAGES = ("gpt2", "gpt2-long", "mixtral")
@@ -52,7 +52,7 @@ _ON_OTHER_BEDS: tuple[tuple[dict[str, Any], str], ...] = (
         (_ALONE | {"inter": "100mbit", "intra": "400mbit"}, f"cases/bench_placement.py --only 0 --routing {name}")
         for name in ("hot_rank", "zipf_1.5", "rotating", "olmoe")
     ),
-    *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_halves.py --only {n}") for n in range(NUM_HALVES)),
+    *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_halves.py --only {n}") for n in range(NUM_SUB_BATCHES)),
     *((_ALONE | {"nodes": 2, "inter": "100mbit"}, f"cases/bench_schedule.py --only {n}") for n in ONE_WORD[:-1]),
     *((_ALONE | {"nodes": 2, "inter": "25mbit"}, f"cases/bench_schedule.py --only {n}") for n in JUDGED_LAYERS),
     (_ALONE | {"nodes": 2, "inter": "25mbit"}, "cases/bench_timeline.py"),

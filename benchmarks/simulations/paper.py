@@ -313,9 +313,9 @@ def sensitivity(bed: Bed, sample: int | None = None, off_by: Sequence[float] = (
         for phase in phases(bed, shape):
             true = choose_exact(phase)
             for what, share in cases:
-                wrong = choose_exact(_off(phase, what, share, coin)).degree
-                losses[what, share].append(makespan_ms(phase, wrong) / true.makespan_ms - 1)
-                changed[what, share] += wrong != true.degree
+                wrong = choose_exact(_off(phase, what, share, coin))
+                losses[what, share].append(makespan_ms(phase, wrong) / makespan_ms(phase, true) - 1)
+                changed[what, share] += wrong != true
     return [
         Regret(what, share, fmean(lost), max(lost), changed[what, share] / len(lost))
         for (what, share), lost in losses.items()

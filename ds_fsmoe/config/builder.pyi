@@ -278,10 +278,10 @@ class Config(Written):
             ep_size: ranks that share the experts of a Hugging Face model; auto: the largest divisor of the experts
                 inside a node. deepspeed.moe.layer.MoE has its own
             expert_tensor_parallel_size: ranks that share one expert, along its hidden width
-            num_chunks: into how many chunks the tokens of a layer are cut
-            gradient_partition: how dense gradients are sliced and when they travel
+            num_chunks: number of chunks into which the tokens of a layer are split
+            gradient_partition: how dense gradients are sliced and when they are sent
             autotune: measuring this cluster and choosing numbers of chunks from it
-            topology: where ranks lie
+            topology: nodes of the ranks
             overlap: false: one lane and one task after another, as a reference
             two_batch_overlap: two-batch overlap: split each batch in two, and compute one part while the tokens of the
                 other are sent; auto: try it with the other plans, on: always where possible
@@ -297,7 +297,7 @@ class Config(Written):
             metrics_every: optimizer steps between two reports to monitors
             trace: a timeline of chosen steps
             record: the data that ``ds_fsmoe report`` shows of a run. It works with ``enabled`` false too
-            routing: which token goes to which experts, as data
+            routing: recording and replay of the experts that tokens choose
             placement: which ranks hold which experts, and when experts move
             checkpoint: limits for reading untrusted checkpoint files
             debug: checks during training

@@ -75,12 +75,12 @@ class Chunks:
         """Return a received chunk in its own dtype, the inverse of :meth:`quantised`."""
         return x
 
-    def stayed(self, x: torch.Tensor, way: int) -> torch.Tensor:
+    def stayed(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """Return a chunk that no task has sent, as it would be received.
 
         Args:
             x: the chunk.
-            way: 0 for dispatch, 1 for combine.
+            index: 0 for dispatch, 1 for combine.
         """
         return x
 

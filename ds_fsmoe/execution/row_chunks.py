@@ -70,7 +70,7 @@ class RowChunks(Chunks):
     def __init__(self, collectives: Collectives, sizes: RowSizes, direction: Direction, rows_RM: torch.Tensor) -> None:
         phase: PhaseSizes = getattr(sizes, direction)
         super().__init__(collectives, len(phase.chunks), rows_RM.shape)
-        self._wires = collectives.comm_dtypes.of(direction)
+        self._comm_dtypes = collectives.comm_dtypes.of(direction)
         # For chunks that are sent as 8-bit numbers: the dtype and the shape of a row before that.
         self._wide: dict[int, tuple[torch.dtype, torch.Size]] = {}
         self._sizes = phase
@@ -108,11 +108,11 @@ class RowChunks(Chunks):
         """Return received bytes as rows, the inverse of :meth:`quantised`."""
         return dequantized_rows(bytes_RB, *self._wide.pop(chunk))
 
-    def stayed(self, x_RM: torch.Tensor, way: int) -> torch.Tensor:
+    def stayed(self, x_RM: torch.Tensor, index: int) -> torch.Tensor:
         """Return rows that no task has sent, rounded as if they had been sent."""
-        return (
-            x_RM if self._wires[way] == "model" else dequantized_rows(quantized_rows(x_RM), x_RM.dtype, x_RM.shape[1:])
-        )
+        if self._comm_dtypes[index] == "model":
+            return x_RM
+        return dequantized_rows(quantized_rows(x_RM), x_RM.dtype, x_RM.shape[1:])
 
     def leg(self, kind: str, x_RM: torch.Tensor, chunk: int) -> torch.Tensor:
         """Run one of the two parts of :meth:`dispatch` or :meth:`combine`."""

@@ -32,11 +32,11 @@ from ds_fsmoe.planning.job.measured import (
     BACKWARD,
     BACKWARD_ANEW,
     BETWEEN_NODES,
+    DEQUANTISED,
     FORWARD,
     IN_NODES,
-    NARROWED,
+    QUANTISED,
     REDUCE_SCATTER,
-    WIDENED,
     LayerProfile,
     Slowdowns,
     Timing,
@@ -235,7 +235,7 @@ class ProfiledLayer:
         """Return the computations of its experts, and the conversions of its rows to and from a communication dtype."""
         experts = (FORWARD, BACKWARD) if self.is_written or self.recompute else (FORWARD, BACKWARD, BACKWARD_ANEW)
         is_narrow = self.sizes.comm_byte_shares != (1.0, 1.0) and self.collectives.ep_group is not None
-        return (*experts, *((NARROWED, WIDENED) if is_narrow else ()))
+        return (*experts, *((QUANTISED, DEQUANTISED) if is_narrow else ()))
 
     @property
     def measured_capacity(self) -> int:
@@ -377,8 +377,8 @@ def _computations(device: torch.device, subject: ProfiledLayer, draws: _Draws) -
         FORWARD: (forward, flops, "flop"),
         BACKWARD: (backward, 2 * flops, "flop"),
         BACKWARD_ANEW: (partial(backward, same_chunks=False), 2 * flops, "flop"),
-        NARROWED: (narrow, wide_bytes, "byte"),
-        WIDENED: (widen, wide_bytes, "byte"),
+        QUANTISED: (narrow, wide_bytes, "byte"),
+        DEQUANTISED: (widen, wide_bytes, "byte"),
     }
 
 

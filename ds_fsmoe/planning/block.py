@@ -153,7 +153,7 @@ class MoEPart:
         first_chunk: int = 0,
     ) -> None:
         if plan.conversions == "compute":
-            moe = moe.converting_beside()
+            moe = moe.converting_on_compute()
         if plan.links == "shared":
             moe = _links_in_turn(moe)
         self.draft, self.moe, self.plan, self.layer, self.first_chunk = draft, moe, plan, layer, first_chunk

@@ -155,7 +155,7 @@ class Stage(Work):
     links have streams of their own."""
     group: str = ""
     """The group whose ranks it sends among, ``"ep"`` or ``"esp"``; empty: it sends nothing."""
-    offset_beside: int | None = None
+    offset_on_compute: int | None = None
     """Its offset where it runs on COMPUTE instead of its own lane; ``None``: it may not."""
 
 
@@ -206,18 +206,19 @@ class MoEWork:
         return replace(self, ahead=tuple(map(change, self.ahead)), behind=tuple(map(change, self.behind)))
 
     @cached_property
-    def may_convert_beside(self) -> bool:
+    def may_convert_on_compute(self) -> bool:
         """Return True if rows are converted for a link, and conversions may be concurrent with the experts."""
-        return any(each.offset_beside is not None for each in (*self.ahead, *self.behind))
+        return any(each.offset_on_compute is not None for each in (*self.ahead, *self.behind))
 
-    def converting_beside(self) -> MoEWork:
+    def converting_on_compute(self) -> MoEWork:
         """Return the same part with the allowed conversions on COMPUTE."""
 
-        def beside(stage: Stage) -> Stage:
-            offset = stage.offset_beside
-            return stage if offset is None else replace(stage, lanes=(Lane.COMPUTE,), offset=offset, offset_beside=None)
+        def moved(stage: Stage) -> Stage:
+            if stage.offset_on_compute is None:
+                return stage
+            return replace(stage, lanes=(Lane.COMPUTE,), offset=stage.offset_on_compute, offset_on_compute=None)
 
-        return self.each(beside)
+        return self.each(moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,8 +393,8 @@ def _around(
     return (*flat[0], *gather), (*reduce, *flat[1])
 
 
-_NARROWED = A2A_IN, SPREAD, COLLECT, A2A_OUT
-_CONVERSIONS = dict(zip(_NARROWED, zip(QUANTISING, DEQUANTISING, strict=True), strict=True))
+_QUANTISED = A2A_IN, SPREAD, COLLECT, A2A_OUT
+_CONVERSIONS = dict(zip(_QUANTISED, zip(QUANTISING, DEQUANTISING, strict=True), strict=True))
 """Stage whose rows may be narrow -> what makes them so ahead of it, or of its first step, and wide again behind."""
 _EARLY = 2
 """By how many chunks rows are converted ahead of their link on the lane of the experts: with one, that lane would wait
@@ -420,7 +421,7 @@ def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     for place in (0, -1) if found else ():
         if found[place].kind in (*QUANTISING, *DEQUANTISING):
             early = _EARLY if found[place].kind == QUANTISE_IN else 0
-            found[place] = replace(found[place], offset_beside=found[place].offset + early)
+            found[place] = replace(found[place], offset_on_compute=found[place].offset + early)
     return tuple(found)
 
 
@@ -521,14 +522,10 @@ def kind_costs(
     return costs
 
 
-# ---- what computing takes beside multiply-adds: the traffic of experts' weights and of activations
-#
-# A product of experts takes its operations at the rate of large products, and its weights at the rate of memory. So
-# experts with few rows are slower, by 1 + (operations a second / bytes a second) / rows in bf16. Activations take a
-# time in proportion to rows x H, products one to rows x M x H: narrow models are slower.
-#
-# The bytes are those of torch's kernels, one after another, each of which reads its inputs and writes its result once.
-
+# ---- The traffic of experts' weights and of activations. Products run at the rate of large products, and read their
+# weights at the rate of memory: experts with few rows are slower, by 1 + (FLOP/s / bytes/s) / rows in bf16. Activations
+# cost rows x H, products rows x M x H: narrow models are slower. Each of torch's kernels reads its inputs and writes
+# its result once.
 
 _OPERATIONS = {
     **dict.fromkeys((EXPERT, DENSE), "gemm"),
@@ -539,11 +536,11 @@ _OPERATIONS = {
     RESTORE: "order",
 }
 _ACTIVATION_PASSES = {3: 19, 2: 7}
-"""Products of a feed-forward -> how often forward and backward read or write [rows, H]. SwiGLU: an activation (2), a
-product (3); in the backward two products of the gradient (3, 3), one backward (3), the activation once more (2, 3)."""
+"""Products of a feed-forward -> reads and writes of [rows, H] in forward and backward. SwiGLU: an activation (2), a
+product (3); in the backward two products of the gradient (3, 3), one backward (3), the activation again (2, 3)."""
 _WEIGHT_PASSES = 2
-"""How often one product of forward or backward reads or writes its weights, on average: each phase reads them, the
-gradient is written, and added to the one that is there (3), six for three products."""
+"""Reads and writes of a product's weights, on average over forward and backward: each phase reads them, the gradient is
+written and accumulated (3), six for three products."""
 _PHASES = 3
 """The backward takes two forwards, so a third of the bytes of both is the forward's."""
 

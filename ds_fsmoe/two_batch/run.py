@@ -147,9 +147,9 @@ class Again:
         self._forward = forward
         self._rests = rests
         self._given: list[torch.Tensor] = []
-        self._tapes = [Tape() for _ in range(NUM_HALVES)]
-        self._saved: list[list[weakref.ref[_Saved]]] = [[] for _ in range(NUM_HALVES)]
-        self._num_again = [0] * NUM_HALVES
+        self._tapes = [Tape() for _ in range(NUM_SUB_BATCHES)]
+        self._saved: list[list[weakref.ref[_Saved]]] = [[] for _ in range(NUM_SUB_BATCHES)]
+        self._num_again = [0] * NUM_SUB_BATCHES
         self._autocasts: list[Callable[[], Any]] = []
         self._has_run_again = False
 
@@ -294,7 +294,7 @@ class Collected:
         for key, entries in self._whole.items():
             if isinstance(entries, list):
                 pairs = zip(*(each[key] for each in self._of_sub_batches), strict=True)
-                entries += [joined_halves(first, second) for first, second in pairs]
+                entries += [joined_sub_batches(first, second) for first, second in pairs]
 
 
 # ---- One forward of a chain of blocks in two sub-batches
@@ -322,7 +322,7 @@ class TwoBatchRun:
         self._fibers = [
             # The backward runs from the youngest node to the oldest: the first sub-batch comes last.
             Fiber(sub_batch, is_last_in_backward=number == 0, begin=partial(self._collected.begin, number))
-            for number, sub_batch in enumerate(x_BLM.split(sizes_of_halves(self.batch)))
+            for number, sub_batch in enumerate(x_BLM.split(sub_batch_sizes(self.batch)))
         ]
 
     def add(self, forward: Forward, rests: Sequence[Rest], runs_again: bool = False) -> None:
@@ -355,7 +355,7 @@ class TwoBatchRun:
         with self._reverting_on_failure(), torch.set_grad_enabled(self._has_gradients):
             for fiber in self._fibers:
                 fiber.resume()
-            found = joined_halves(*(fiber.value for fiber in self._fibers))
+            found = joined_sub_batches(*(fiber.value for fiber in self._fibers))
         self.close()
         self._collected.end()
         return found
@@ -382,7 +382,7 @@ def _call(forward: Forward, args: tuple, kwargs: dict[str, Any], value: Any) -> 
 # ---- Splits the arguments of a block into sub-batches, and joins its results
 
 
-NUM_HALVES = 2
+NUM_SUB_BATCHES = 2
 Rest = tuple[tuple, dict[str, Any]]
 """The arguments of a block without the first, by position and by name."""
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
@@ -393,7 +393,7 @@ class CannotSplitError(Exception):
     """Gives the reason why a block must run with the whole batch."""
 
 
-def sizes_of_halves(batch: int) -> tuple[int, int]:
+def sub_batch_sizes(batch: int) -> tuple[int, int]:
     """Return the samples of each sub-batch; of an odd number the first has one more."""
     return batch - batch // 2, batch // 2
 
@@ -409,7 +409,7 @@ def check_cache(arguments: dict[str, Any]) -> None:
             raise CannotSplitError(f"it gets a cache ({name}); set use_cache = False")
 
 
-def halves_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
+def sub_batches_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
     """Return each sub-batch's part of an argument: tensors with a row per sample are split, other values are passed to
     both.
 
@@ -424,22 +424,22 @@ def halves_of(value: Any, batch: int, name: str) -> tuple[Any, Any]:
     if isinstance(value, _PLAIN):
         return value, value
     if isinstance(value, torch.Tensor):
-        return _halves_of_tensor(value, batch, name)
+        return _sub_batches_of_tensor(value, batch, name)
     if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        pairs = [halves_of(each, batch, f"{name}[{place}]") for place, each in enumerate(value)]
+        pairs = [sub_batches_of(each, batch, f"{name}[{place}]") for place, each in enumerate(value)]
         return type(value)(pair[0] for pair in pairs), type(value)(pair[1] for pair in pairs)
     if type(value) is dict:
-        of_keys = {key: halves_of(each, batch, f"{name}[{key!r}]") for key, each in value.items()}
+        of_keys = {key: sub_batches_of(each, batch, f"{name}[{key!r}]") for key, each in value.items()}
         return {key: pair[0] for key, pair in of_keys.items()}, {key: pair[1] for key, pair in of_keys.items()}
     raise CannotSplitError(f"{name}, a {type(value).__name__}, cannot be split by the batch")
 
 
-def _halves_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _sub_batches_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     # A tensor of a single dimension has an entry per position, or is a number.
     if value.dim() < 2 or value.shape[0] == 1:
         return value, value
     if value.shape[0] == batch:
-        first, second = value.split(sizes_of_halves(batch))
+        first, second = value.split(sub_batch_sizes(batch))
         return first, second
     raise CannotSplitError(
         f"{name} of shape {list(value.shape)} cannot be split for a batch of {batch}: its first size is neither "
@@ -447,19 +447,19 @@ def _halves_of_tensor(value: torch.Tensor, batch: int, name: str) -> tuple[torch
     )
 
 
-def joined_halves(first: Any, second: Any) -> Any:
+def joined_sub_batches(first: Any, second: Any) -> Any:
     """Return the results of a block for both sub-batches as one for the whole batch.
 
     Args:
         first, second: tensors with a sample in each row, or ``None``, or tuples of such.
     """
     if isinstance(first, tuple):
-        return tuple(joined_halves(*each) for each in zip(first, second, strict=True))
+        return tuple(joined_sub_batches(*each) for each in zip(first, second, strict=True))
     return None if first is None else torch.cat((first, second))
 
 
 def check_output(value: Any, batch: int) -> None:
-    """Refuse results that :func:`joined_halves` cannot join.
+    """Refuse results that :func:`joined_sub_batches` cannot join.
 
     Args:
         value: a block's result for a whole batch.

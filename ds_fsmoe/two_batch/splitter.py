@@ -34,8 +34,8 @@ from ds_fsmoe.two_batch.run import (
     TwoBatchRun,
     check_cache,
     check_output,
-    halves_of,
     resolved,
+    sub_batches_of,
     wants_blocks,
 )
 
@@ -304,8 +304,8 @@ def _rests(block: Block, rest: Rest, batch: int) -> tuple[Sequence[Rest], str]:
             raise CannotSplitError("its input has no samples, positions and width")
         if batch == 1:
             raise CannotSplitError("this rank has one sample per batch: two-batch overlap needs at least two")
-        by_place = [halves_of(each, batch, f"argument {place + 2}") for place, each in enumerate(args)]
-        by_name = {name: halves_of(each, batch, name) for name, each in named.items()}
+        by_place = [sub_batches_of(each, batch, f"argument {place + 2}") for place, each in enumerate(args)]
+        by_name = {name: sub_batches_of(each, batch, name) for name, each in named.items()}
     except CannotSplitError as error:
         return (), str(error)
 

@@ -17,7 +17,7 @@ from ds_fsmoe.planning.decide.block_times import Order, order_words
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.job.measured import NARROWED, WIDENED
+from ds_fsmoe.planning.job.measured import DEQUANTISED, QUANTISED
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import DEQUANTISING, EXPERT, HOLD, QUANTISING, REST, Lane
 from ds_fsmoe.planning.two_batch import sub_batch_moe
@@ -67,7 +67,7 @@ def test_the_choice_is_the_faster_one_as_simulated() -> None:
 def test_without_narrow_wires_there_is_nothing_to_choose() -> None:
     wide = layer(2.0, 3.0, replace(NARROW, wires=(1.0, 1.0)))
     space = SearchSpace.of("best", 8)
-    assert not wide.forward.moe.may_convert_beside
+    assert not wide.forward.moe.may_convert_on_compute
     assert list(space.orders_of(wide.forward.moe, False)) == list(SearchSpace.of("best", 8).orders)
     narrow = layer(2.0, 3.0).forward.moe
     found = space.orders_of(narrow, False)
@@ -110,7 +110,9 @@ def test_on_either_lane_the_same_tasks_send_in_the_same_order(
 def test_a_conversion_costs_what_was_measured_of_it_and_nothing_where_it_was_not() -> None:
     before = made_up()
     narrowing, widening = line(0.5, 2.0, 1e6), line(0.25, 1.0, 1e6)
-    measured = replace(before, operations={**before.operations, NARROWED: narrowing, WIDENED: widening}, task_ms=0.125)
+    measured = replace(
+        before, operations={**before.operations, QUANTISED: narrowing, DEQUANTISED: widening}, task_ms=0.125
+    )
     for costs, kinds, wanted_ms in (
         (measured.costs(), QUANTISING, 0.5 + 2.0 + 0.125),
         (measured.costs(), DEQUANTISING, 0.25 + 1.0 + 0.125),

@@ -85,7 +85,7 @@ def words(moe: MoEWork) -> str:
         said = [stage.kind, "+".join(stage.lanes)]
         if isinstance(stage, Stage):
             said += ["inner"] * stage.is_inner + [f"apart {stage.offset}"] * bool(stage.offset)
-            said += [] if stage.offset_beside is None else [f"beside {stage.offset_beside}"]
+            said += [] if stage.offset_on_compute is None else [f"beside {stage.offset_on_compute}"]
         return " ".join(said)
 
     return ", ".join(map(of, moe.stages))

@@ -123,11 +123,11 @@ class ExpertCall:
         self._autocast = autocast
         self._needs_backward = needs_backward
         self._settled = settled
-        self._ways: dict[str, _PhaseOfRows] = {}
+        self._phases: dict[str, _PhaseOfRows] = {}
         if rows is not None:
             forward = _PhaseOfRows(rows.forward, self._runs)
             backward = forward if rows.backward is rows.forward else _PhaseOfRows(rows.backward, self._runs)
-            self._ways = {"forward": forward, "backward": backward}
+            self._phases = {"forward": forward, "backward": backward}
         self._num_forward = self._num_backward = 0
         self._returned: list[tuple[int, int]] = []
 
@@ -216,7 +216,7 @@ class ExpertCall:
     ) -> torch.Tensor:
         """Compute slots or rows through the runs' method ``way``, and return the joined results."""
         with self._autocast.restored():
-            if self._ways:
+            if self._phases:
                 parts = self._of_rows(way, start, stop, tensor, weights)
                 return next(parts) if len(self._runs) == 1 else joined_parts(parts, len(tensor), dim=0)
             self._check_slots("rows" if way == "forward" else "gradients", start, stop, tensor)
@@ -247,7 +247,7 @@ class ExpertCall:
         self, way: str, start: int, stop: int, x_RM: torch.Tensor, weights: RowWeights | None
     ) -> Iterator[torch.Tensor]:
         """Yield the results of each run, rows of [R, M]."""
-        phase = self._ways[way]
+        phase = self._phases[way]
         if (start, stop) not in phase.chunks or x_RM.shape[0] != stop - start:
             known = ", ".join(f"[{first}, {last})" for first, last in phase.chunks)
             raise ValueError(f"{x_RM.shape[0]} rows for [{start}, {stop}): the chunks are {known}")

@@ -32,7 +32,7 @@ class SavedTensors:
 
     def __init__(self, order: torch.Tensor | None = None) -> None:
         self._order = order
-        self._pieces: dict[tuple[int, int], _Tensors] = {}
+        self._saved: dict[tuple[int, int], _Tensors] = {}
         self._whole: _Tensors | None = None
         """All pieces joined, while rows are picked from them."""
         self._left: dict[int, int] | None = None
@@ -44,32 +44,32 @@ class SavedTensors:
         Raises:
             ValueError: some of its slots are saved already.
         """
-        for first, last in self._pieces:
+        for first, last in self._saved:
             if first < stop and start < last and start < stop and first < last:
                 raise ValueError(f"slots [{start}, {stop}) were saved twice: [{first}, {last}) before")
-        is_last = not self._pieces or next(reversed(self._pieces)) < (start, stop)
-        self._pieces[start, stop] = tensors
+        is_last = not self._saved or next(reversed(self._saved)) < (start, stop)
+        self._saved[start, stop] = tensors
         if not is_last:
-            self._pieces = dict(sorted(self._pieces.items(), key=_PLACE))
+            self._saved = dict(sorted(self._saved.items(), key=_PLACE))
 
     def release(self) -> list[torch.Tensor | None]:
         """Return all tensors, and keep none; the caller keeps them until :meth:`restore`."""
-        released = [tensor for piece in self._pieces.values() for tensor in piece]
-        self._pieces = {place: (None,) * len(piece) for place, piece in self._pieces.items()}
+        released = [tensor for piece in self._saved.values() for tensor in piece]
+        self._saved = {place: (None,) * len(piece) for place, piece in self._saved.items()}
         self._whole = None
         return released
 
     def restore(self, tensors: Iterator[torch.Tensor | None]) -> None:
         """Restore the released tensors, in that order."""
-        self._pieces = {place: tuple(next(tensors) for _ in piece) for place, piece in self._pieces.items()}
+        self._saved = {place: tuple(next(tensors) for _ in piece) for place, piece in self._saved.items()}
         if self._order is None:
-            self._left = {start: stop - start for start, stop in self._pieces}
+            self._left = {start: stop - start for start, stop in self._saved}
         else:
             self._left = {0: len(self._order)}
 
     def first_of_each(self) -> list[torch.Tensor]:
         """Return the first tensor of every piece that is not released."""
-        return [piece[0] for piece in self._pieces.values() if piece[0] is not None]
+        return [piece[0] for piece in self._saved.values() if piece[0] is not None]
 
     def take(self, start: int, stop: int) -> _Tensors:
         """Return the tensors of any chunk: views where it is inside one of the forward's, copies where it spans
@@ -78,14 +78,14 @@ class SavedTensors:
         Raises:
             ValueError: slots that were never saved, or that have been freed.
         """
-        if not self._pieces:
+        if not self._saved:
             raise ValueError(f"slots [{start}, {stop}): no forward has saved them yet")
         if start == stop:  # an empty chunk
-            return _part(next(iter(self._pieces.values())), 0, 0)
+            return _part(next(iter(self._saved.values())), 0, 0)
         if self._order is not None:
             return self._picked(start, stop, self._order)
         parts, reached = [], start
-        for (first, last), tensors in list(self._pieces.items()):
+        for (first, last), tensors in list(self._saved.items()):
             low, high = first if first > start else start, last if last < stop else stop
             if low < high and low == reached:
                 if self._left is not None and self._are_all_taken(first, last, high - low):
@@ -94,7 +94,7 @@ class SavedTensors:
                 parts.append(tensors if whole else _part(tensors, low - first, high - low))
                 reached = high
         if reached != stop:
-            known = ", ".join(f"[{first}, {last})" for first, last in self._pieces)
+            known = ", ".join(f"[{first}, {last})" for first, last in self._saved)
             raise ValueError(f"slots [{start}, {stop}): the forward saved only {known}")
         return parts[0] if len(parts) == 1 else _joined(parts)
 
@@ -103,8 +103,8 @@ class SavedTensors:
         is_last = self._left is not None and self._are_all_taken(0, len(order), stop - start)
         whole = self._whole
         if whole is None:
-            whole = self._whole = _joined(list(self._pieces.values()))
-            for place in self._pieces if self._left is not None else ():
+            whole = self._whole = _joined(list(self._saved.values()))
+            for place in self._saved if self._left is not None else ():
                 self._drop(place)
         if is_last:
             self._whole = None
@@ -123,11 +123,11 @@ class SavedTensors:
         return self._left[first] == 0
 
     def _drop(self, place: tuple[int, int]) -> None:
-        tensors = self._pieces[place]
+        tensors = self._saved[place]
         # An empty chunk still needs the shape of tensors, from the first piece, so that piece does not become ``None``.
-        is_first = next(iter(self._pieces)) == place
+        is_first = next(iter(self._saved)) == place
         parts = _part(tensors, 0, 0) if is_first else (None,) * len(tensors)
-        self._pieces[place] = tuple([None if each is None else torch.empty_like(each) for each in parts])
+        self._saved[place] = tuple([None if each is None else torch.empty_like(each) for each in parts])
 
 
 def _part(tensors: _Tensors, start: int, length: int) -> _Tensors:

@@ -98,44 +98,20 @@ def smallest_of_best(times_ms: Sequence[float]) -> int:
     return next(index for index, time_ms in enumerate(times_ms) if time_ms <= enough_ms)
 
 
-@dataclass(frozen=True)
-class DegreeChoice:
-    """Holds the chosen degree and the reasons for it."""
-
-    degree: int
-    makespan_ms: float
-    runner_up: int | None
-    """The second-best degree; ``None`` if only one was allowed."""
-    margin: float
-    """How much longer the runner-up takes, as a share of the chosen degree's time."""
-    bottleneck: str
-    """The bottleneck of the layer at the chosen degree."""
-    paper_case: int | None
-    """The case (1 to 4) of the paper's figure 4; ``None`` for one stream, which the figure does not cover."""
-
-    def explain(self) -> str:
-        """Return the choice in one sentence."""
-        runner = "no other was allowed" if self.runner_up is None else f"{self.runner_up} takes {self.margin:+.1%}"
-        case = "" if self.paper_case is None else f" (case {self.paper_case} of the paper)"
-        return f"num_chunks {self.degree}: {self.makespan_ms:.3f} ms, bound by the {self.bottleneck}{case}; {runner}"
-
-
-def choose_exact(phase: Phase, max_degree: int = 16) -> DegreeChoice:
+def choose_exact(phase: Phase, max_degree: int = 16) -> int:
     """Return the best integer degree, by the closed form at each. A tie goes to the smaller: fewer, larger tasks.
 
     Raises:
         ValueError: ``max_degree`` is below 1.
     """
     _check(max_degree)
-    times_ms = [makespan_ms(phase, degree) for degree in range(1, max_degree + 1)]
-    return _choice(phase, 1 + smallest_of_best(times_ms), times_ms)
+    return 1 + smallest_of_best([makespan_ms(phase, degree) for degree in range(1, max_degree + 1)])
 
 
-def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
-    """Run the paper's algorithm 1: minimise each case's formula over real r >= 1 under its predicates, round the
-    best.
+def choose_slsqp(phase: Phase, max_degree: int = 16) -> int:
+    """Return the degree of the paper's algorithm 1, which serves as a comparison.
 
-    It serves as a comparison. Its makespan is the true one at the chosen degree, not that of its own formula.
+    It minimises each case's formula over real r >= 1 under the case's predicates, and rounds the best r.
 
     Raises:
         ValueError: ``max_degree`` is below 1, or the layer has one stream of traffic.
@@ -149,25 +125,12 @@ def choose_slsqp(phase: Phase, max_degree: int = 16) -> DegreeChoice:
             found = _minimise(phase, case, clause, max_degree)
             if found is not None and (best is None or found < best):
                 best = found
-    degree = 1 if best is None else min(max_degree, max(1, round(best[1])))
-    return _choice(phase, degree, [makespan_ms(phase, each) for each in range(1, max_degree + 1)])
+    return 1 if best is None else min(max_degree, max(1, round(best[1])))
 
 
 def _check(max_degree: int) -> None:
     if max_degree < 1:
         raise ValueError(f"max_degree = {max_degree}: must be at least 1")
-
-
-def _choice(phase: Phase, degree: int, times_ms: list[float]) -> DegreeChoice:
-    chosen_ms = times_ms[degree - 1]
-    others = [each for each in range(1, len(times_ms) + 1) if each != degree]
-    runner_up = min(others, key=lambda each: times_ms[each - 1], default=None)
-    margin = 0.0 if runner_up is None or not chosen_ms else times_ms[runner_up - 1] / chosen_ms - 1.0
-    chains_ms = bounds_ms(phase, degree)
-    bottleneck = BOTTLENECKS[chains_ms.index(max(chains_ms))]
-    if phase.links == "shared":
-        return DegreeChoice(degree, chosen_ms, runner_up, margin, bottleneck.replace("inter-node link", STREAM), None)
-    return DegreeChoice(degree, chosen_ms, runner_up, margin, bottleneck, paper_case(phase, degree))
 
 
 def _predicates(p: Phase, r: float) -> dict[str, float]:

@@ -161,7 +161,7 @@ def _with_conversions(orders: tuple[Order, ...], moe: MoEWork) -> tuple[Order, .
     """Return the orders, and for several chunks also those with conversions concurrent with the experts, where the
     layer allows it. With two-batch overlap the other sub-batch computes meanwhile.
     """
-    if not moe.may_convert_beside:
+    if not moe.may_convert_on_compute:
         return orders
     return tuple(
         replace(each, conversions=where)

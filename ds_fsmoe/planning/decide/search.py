@@ -171,7 +171,7 @@ def _papers(times: PhaseTimes, phase: _Phase, exact: int) -> int:
     is_papers = all(phase.order(each, True) == Order(each) for each in degrees)
     if not times.same.is_papers or len(degrees) < 2 or not is_papers:
         return exact
-    return choose_slsqp(times.same.phase(grad_ms=times.grad_ms), max(degrees)).degree
+    return choose_slsqp(times.same.phase(grad_ms=times.grad_ms), max(degrees))
 
 
 def _others(

@@ -44,7 +44,7 @@ FORWARD, BACKWARD = "experts forward", "experts backward"
 BACKWARD_ANEW = "experts backward, cut anew"
 GRADIENTS, EXPERT_GRADIENTS = "all-reduce of gradients", "all-reduce of experts' gradients"
 SCATTERED, GATHERED = "gradients added up inside nodes", "gradients gathered inside nodes"
-NARROWED, WIDENED = "rows made 8-bit", "rows made wide"
+QUANTISED, DEQUANTISED = "rows made 8-bit", "rows made wide"
 GATE, ORDER = "gate", "order and back"
 
 
@@ -170,7 +170,7 @@ class LayerProfile:
         between = BETWEEN_NODES if BETWEEN_NODES in at else ALL_TO_ALL
         names = {A2A_IN: between, A2A_OUT: between, A2A_IN_NODE: IN_NODES, A2A_OUT_NODE: IN_NODES}
         names |= {GATHER: ALL_GATHER, REDUCE: REDUCE_SCATTER, SPREAD: IN_NODES, COLLECT: IN_NODES}
-        names |= dict.fromkeys(QUANTISING, NARROWED) | dict.fromkeys(DEQUANTISING, WIDENED)
+        names |= dict.fromkeys(QUANTISING, QUANTISED) | dict.fromkeys(DEQUANTISING, DEQUANTISED)
         names[EXPERT] = anew if backward else FORWARD
         if backward:
             names |= {GRAD: GRADIENTS, EXPERT_GRAD: EXPERT_GRADIENTS, GRAD_SCATTER: SCATTERED, GRAD_GATHER: GATHERED}
