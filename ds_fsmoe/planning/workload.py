@@ -397,8 +397,7 @@ _QUANTISED = A2A_IN, SPREAD, COLLECT, A2A_OUT
 _CONVERSIONS = dict(zip(_QUANTISED, zip(QUANTISING, DEQUANTISING, strict=True), strict=True))
 """Stage whose rows may be narrow -> what makes them so ahead of it, or of its first step, and wide again behind."""
 _EARLY = 2
-"""By how many chunks rows are converted ahead of their link on the lane of the experts: with one, that lane would wait
-for the chunk before to arrive, and the link then for the conversion."""
+"""Chunks by which conversions on COMPUTE precede their link: with one, both would wait for each other."""
 
 
 def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
