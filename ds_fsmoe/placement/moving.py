@@ -204,7 +204,7 @@ class Mover:
         """Send to and receive from all ranks at the same time, as in an all-to-all."""
         received[own].copy_(sent[own])
         operations = []
-        # On gloo two ranks that begin with sending take turns: whoever waits for something says so first.
+        # On gloo two ranks that both send first are serialised, so receives are posted first.
         for do, of_ranks in ((dist.irecv, received), (dist.isend, sent)):
             for index, values in enumerate(of_ranks):
                 rank = index if self._group is None else dist.get_global_rank(self._group, index)

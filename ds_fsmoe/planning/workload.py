@@ -299,7 +299,7 @@ def layer_work(
     backward = BlockWork(
         (restore,),
         backward_moe,
-        # What the forward reduced, the backward gathers, and the other way round.
+        # The backward gathers what the forward reduced, and vice versa.
         (
             order,
             route,
@@ -349,11 +349,11 @@ def moe_works(
     expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
     around = _around(shape, groups, alltoall, sent_bytes, fanout)
-    # Rows are cut by tokens, slots by their number for each expert.
+    # Rows are split by tokens, slots by their number for each expert.
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
-    # Gradients take the wires the other way.
+    # Gradients use the links in the other direction.
     (ahead, behind), (back_ahead, back_behind) = (
         tuple(_converting(stages) if is_narrow else stages for stages, is_narrow in zip(around, wires, strict=True))
         for wires in (narrow, narrow[::-1])
@@ -380,7 +380,7 @@ def _around(
         for kind in (GATHER, REDUCE)
     )
     if len(at.lanes) == 2 and alltoall == "2dh":
-        # Exchange inside the node first, then among equals of other nodes; on the way out the other way round. The step
+        # Exchange inside the node first, then among equals of other nodes; combine does the reverse. The step
         # inside is a chunk apart from the others: with its own chunk it would wait for a gather or reduce on its link.
         enter = sends(A2A_IN_NODE, intra, sent_bytes, offset=1), sends(A2A_IN, inter, sent_bytes)
         leave = sends(A2A_OUT, inter, sent_bytes), sends(A2A_OUT_NODE, intra, sent_bytes, offset=1)
@@ -444,7 +444,7 @@ def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: S
     """
     at = groups.placements
     return tuple(
-        # Where a group crosses both kinds of links, slices hold the slower one alone.
+        # If a group uses both kinds of links, slices occupy only the slower one.
         Gradient(kind, at[group].lanes[:1], sum(tensors) * dtype_bytes, tuple(each * dtype_bytes for each in tensors))
         for kind, group, tensors in ((GRAD, "dp", dense), (EXPERT_GRAD, "edp", of_experts))
         if at[group].size > 1
@@ -518,7 +518,7 @@ def kind_costs(
     return costs
 
 
-# ---- what computing takes beside multiply-adds: the traffic of experts' weights and of activations
+# ---- the cost of computing besides multiply-adds: the traffic of experts' weights and of activations
 #
 # A product of experts takes its operations at the rate of large products, and its weights at the rate of memory. So
 # experts with few rows are slower, by 1 + (operations a second / bytes a second) / rows in bf16. Activations take a

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates synthetic routing by name; the same arguments give the same choices in every process. Replay of routing
-uses it; :mod:`~ds_fsmoe.routes.recorded` reads routing of real jobs.
+"""Generates synthetic routing by name; the same arguments give the same choices in every process. The benchmarks
+use it; :mod:`~ds_fsmoe.routes.recorded` reads routing of real jobs.
 
 A name determines the popularity of experts. Each token then takes k different experts by popularity: those with the k
 largest ``log(popularity) + Gumbel noise``.

@@ -150,7 +150,7 @@ class LayerProfile:
         at, names = self.operations, self._names(backward, same_chunks)
         found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
         task_ms = 0.0 if issues_ahead else self.task_ms
-        # Slices of gradients are cut by a formula that knows lines only.
+        # The formula for slices of gradients needs a single line.
         found |= {kind: at[names[kind]].line for kind in GRADIENT_TASKS if kind in found}
         # Where conversions were not measured, they are in the times of links, as they were before they were tasks.
         nothing = dict.fromkeys((HOLD, *QUANTISING, *DEQUANTISING), LinearCost(0.0, 0.0))
