@@ -214,8 +214,8 @@ def levels_of(ranks: tuple[Ranks, ...], node_of_rank: Sequence[int]) -> dict[Ran
 def regular(nodes: Sequence[int]) -> Nodes | None:
     """Return the ranks of a group by node, or None if they cannot be addressed in two levels.
 
-    They can if several nodes have the same number of ranks, more than one, and the i-th ranks of the nodes are in the
-    order of the nodes, as a communicator needs.
+    They can if several nodes have the same number of ranks, more than one. The i-th ranks of the nodes also have to be
+    in the order of the nodes, as a communicator needs.
 
     Args:
         nodes: the node of each rank.

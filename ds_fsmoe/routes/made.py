@@ -100,8 +100,8 @@ def _balanced(asked: _Request) -> np.ndarray:
 
 
 def _with_hot(asked: _Request, place: int) -> np.ndarray:
-    """Return even choices in which a share of the tokens also choose one hot expert, given by its index in the order of
-    popularity.
+    """Return even choices in which a share of the tokens also choose one hot expert. ``place`` is its index in the
+    order of popularity.
     """
     hot = int(asked.order()[place % asked.num_experts])
     found = _by_popularity(asked, np.ones(asked.num_experts))

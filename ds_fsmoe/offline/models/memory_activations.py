@@ -4,7 +4,7 @@
 
 Every term is a tensor that transformers 5 or ds_fsmoe makes, by the operation that saves it. The method is that of
 Korthikanti et al. (arXiv:2205.05198, section 4), with the operations of today's models. Their RMSNorm is written out
-and computes in fp32, attention keeps no scores unless it is eager, and an expert keeps two tensors of rows.
+and computes in fp32. Attention keeps no scores unless it is eager, and an expert keeps two tensors of rows.
 
 Letters: S tokens of this rank, M width of the model, K choices of a token, R rows at this rank's experts, H width
 inside an expert, F = 2 H with a gate, a bytes of a number.

@@ -114,8 +114,8 @@ class LayerProfile:
 
     @property
     def relative_residual(self) -> float:
-        """Return the typical deviation of the planned operations from their fitted lines, as a share of their total
-        time at the whole capacity. The deviations count as independent.
+        """Return the typical deviation of the planned operations from their fitted lines. It is a share of their
+        total time at the whole capacity; the deviations count as independent.
         """
         planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
         total_ms = sum(each.times_ms[-1] for each in planned)
