@@ -119,7 +119,7 @@ class Mover:
     Args:
         engine: our engine, between two steps. Its tensors must stay the same while the mover is used.
         tensors: the parameters and buffers of the experts of this rank.
-        seats: label of a layer -> this rank's position.
+        expert_ranks: label of a layer -> this rank's position.
         group: the ranks that run the layers; ``None``: all.
 
     Raises:
