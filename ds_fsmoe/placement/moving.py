@@ -361,7 +361,7 @@ def _of_weights(of: ExpertTensor) -> Iterator[Fragment]:
 
 
 def _of_piece(of: ExpertTensor, state: str, piece: Piece, holder: torch.Tensor) -> Iterator[Fragment]:
-    """Yield the fragment of each expert in a piece of a flat parameter."""
+    """Yield the fragment of each expert in one partition of a flat parameter."""
     flat = holder.detach().view(-1)
     for index in range(of.num_local):
         lies = of.local_range(index)

@@ -141,7 +141,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Stage(Work):
-    """Describes one operation that every chunk of the experts' part passes, on the way to the experts or back.
+    """Describes one operation that every chunk of the experts' part passes, to the experts or back.
 
     Its position in :class:`MoEWork` is its order; the fields allow other positions.
     """
@@ -400,8 +400,8 @@ for the chunk before to arrive, and the link then for the conversion."""
 def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """Return the stages of a direction with the conversions of the rows that they send in an EP group.
 
-    A conversion is on the lane of its link. One at either end, next to the experts or to the rest of the model, may be
-    on their lane.
+    A conversion is on the lane of its link. At either end it may be on the lane of the experts or of the rest of the
+    model.
     """
     found: list[Stage] = []
     for (group, is_inner), steps in itertools.groupby(stages, key=lambda each: (each.group, each.is_inner)):
