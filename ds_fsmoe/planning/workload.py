@@ -422,8 +422,8 @@ def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
 
 
 def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the elements of a layer's tensors, in the order in which their gradients exist: (those on all ranks,
-    those of this rank's experts).
+    """Return the elements of a layer's tensors, (on all ranks, of this rank's experts), in the order of their
+    gradients.
     """
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
@@ -458,8 +458,8 @@ def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
 
 @lru_cache(maxsize=1)
 def stage_kinds() -> Mapping[str, str]:
-    """Return kind of task -> the group in which it communicates, for all kinds of the experts' part; "": no group.
-    The order is that of time: ahead of the experts, the experts, behind them.
+    """Return kind of task -> the group in which it communicates ("": no group), for the experts' part, in order of
+    time.
     """
     shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
     # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
