@@ -119,7 +119,7 @@ class Mover:
     Args:
         engine: our engine, between two steps. Its tensors must stay the same while the mover is used.
         tensors: the parameters and buffers of the experts of this rank.
-        seats: label of a layer -> this rank's position.
+        expert_ranks: label of a layer -> this rank's position.
         group: the ranks that run the layers; ``None``: all.
 
     Raises:
@@ -204,7 +204,7 @@ class Mover:
         """Send to and receive from all ranks at the same time, as in an all-to-all."""
         received[own].copy_(sent[own])
         operations = []
-        # On gloo two ranks that begin with sending take turns: whoever waits for something says so first.
+        # On gloo two ranks that both send first are serialised, so receives are posted first.
         for do, of_ranks in ((dist.irecv, received), (dist.isend, sent)):
             for index, values in enumerate(of_ranks):
                 rank = index if self._group is None else dist.get_global_rank(self._group, index)
@@ -361,7 +361,7 @@ def _of_weights(of: ExpertTensor) -> Iterator[Fragment]:
 
 
 def _of_piece(of: ExpertTensor, state: str, piece: Piece, holder: torch.Tensor) -> Iterator[Fragment]:
-    """Yield the fragment of each expert in a piece of a flat parameter."""
+    """Yield the fragment of each expert in one partition of a flat parameter."""
     flat = holder.detach().view(-1)
     for index in range(of.num_local):
         lies = of.local_range(index)

@@ -285,7 +285,7 @@ def add_after(
     sub_batch: int = 0,
 ) -> tuple[int, ...]:
     """Append what follows a layer's MoE part, with the concurrent gradient slices; return the tasks that end it."""
-    # Behind the first collective, so that a slice that needs both links does not hold it up.
+    # Behind the first collective, so that a slice on both links does not delay it.
     open_at = next((i + 1 for i, each in enumerate(works) if each.lanes[:1] != (Lane.COMPUTE,)), 0)
     for i, each in enumerate((*works, None)):
         if i == open_at:

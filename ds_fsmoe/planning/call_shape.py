@@ -61,7 +61,7 @@ class CallShape:
 
 def moe_work(groups: Groups, backward: bool, shape: CallShape, alltoall: AllToAll = "flat") -> MoEWork:
     """Return the experts' part of a layer, unchunked, with the sizes of a call."""
-    # Every slot travels, with a token or without: as many tokens as slots, each sent once.
+    # Every slot is sent, with or without a token: as many tokens as slots, each sent once.
     slots = shape.num_experts * shape.capacity
     sent = Shape(
         B=groups.mp,

@@ -214,8 +214,8 @@ def levels_of(ranks: tuple[Ranks, ...], node_of_rank: Sequence[int]) -> dict[Ran
 def regular(nodes: Sequence[int]) -> Nodes | None:
     """Return the ranks of a group by node, or None if they cannot be addressed in two levels.
 
-    They can if several nodes have the same number of ranks, more than one, and the i-th ranks of the nodes are in the
-    order of the nodes, as a communicator needs.
+    They can if several nodes have the same number of ranks, more than one. The i-th ranks of the nodes also have to be
+    in the order of the nodes, as a communicator needs.
 
     Args:
         nodes: the node of each rank.
@@ -274,7 +274,7 @@ def _strided(world: int, size: int, stride: int) -> tuple[Ranks, ...]:
     return tuple(map(tuple, ranks.tolist()))
 
 
-# ---- how often a token crosses to other ranks and nodes: once for each choice, or once for each place that has some
+# ---- the fan-out of a token to other ranks and nodes: one row per choice, or one per rank or node with some choices
 #
 # Letters: E experts, K choices of a token, n nodes, p ranks of an EP group in a node.
 
@@ -325,7 +325,7 @@ def _expected(num_experts: int, k: int, places: int, groups: int, of_groups: int
     if not 1 <= of_groups <= groups or k > chosen:
         raise ValueError(f"of_groups = {of_groups}: must be in 1..{groups}, with K = {k} experts or more in them")
     if size <= group:
-        # The place lies in one group.
+        # The place is inside one group.
         missed = comb(chosen - size, k) / comb(chosen, k)
         return places * of_groups / groups * (1 - missed)
     own = size // group

@@ -59,7 +59,7 @@ class PhasePlan:
         key = slices, is_second
         if key not in self._paused:
             reduces_ahead = self.block.links == "reduce_first"
-            # Within a half all reduces come behind all gathers.
+            # Within a sub-batch all reduces come behind all gathers.
             schedule = self._schedule(slices, "paper") if reduces_ahead else self.sending(slices)
             self._paused[key] = entering_first(schedule, entering(self._moe, not (reduces_ahead and is_second)))
         return self._paused[key]

@@ -34,11 +34,11 @@ A2A_OUT = "A2A_OUT"
 # A hierarchical all-to-all is two tasks: these are its part inside the node, the two above its part between nodes.
 A2A_IN_NODE = "A2A_IN_NODE"
 A2A_OUT_NODE = "A2A_OUT_NODE"
-# Where a token crosses to a node once, it is copied to the ranks of its experts there, and results are added up.
+# In node-deduplicated dispatch, a token is copied to the ranks of its experts in a node, and results are added up.
 SPREAD = "SPREAD"
 COLLECT = "COLLECT"
-# Rows that travel as 8-bit numbers are made so ahead of a link and made wide again behind it: on the way to the
-# experts, on the way back, and on both ways inside a node where each token crosses to it once.
+# Rows sent in an 8-bit communication dtype are quantized ahead of a link and dequantized behind it: to the experts,
+# back, and in node-deduplicated dispatch in both directions inside a node.
 QUANTISE_IN, DEQUANTISE_IN = "QUANTISE_IN", "DEQUANTISE_IN"
 QUANTISE_OUT, DEQUANTISE_OUT = "QUANTISE_OUT", "DEQUANTISE_OUT"
 QUANTISE_SPREAD, DEQUANTISE_SPREAD = "QUANTISE_SPREAD", "DEQUANTISE_SPREAD"
@@ -58,8 +58,8 @@ ROUTE = "ROUTE"
 ORDER = "ORDER"
 RESTORE = "RESTORE"
 REST = "REST"
-"""Everything that a model does beside the experts' parts of its layers, measured as a whole."""
-# Slices of gradients: of what every data-parallel rank holds, and of experts among those that hold the same ones.
+"""Everything that a model does besides the experts' parts of its layers, measured as a whole."""
+# Slices of gradients: of parameters on every data-parallel rank, and of experts among ranks with the same ones.
 GRAD = "GRAD"
 EXPERT_GRAD = "EXPERT_GRAD"
 # A slice that is added up in two levels is two or three tasks: these are its parts inside the node, the above its part
@@ -67,8 +67,8 @@ EXPERT_GRAD = "EXPERT_GRAD"
 GRAD_SCATTER = "GRAD_SCATTER"
 GRAD_GATHER = "GRAD_GATHER"
 GRADIENT_TASKS = (GRAD_SCATTER, GRAD, EXPERT_GRAD, GRAD_GATHER)
-# What ZeRO sends besides: parameters that ranks gather, and at stage 3 gradients of which each rank gets its part; of
-# what every data-parallel rank holds, and of experts among those that hold the same ones.
+# ZeRO's further collectives: parameters that ranks gather, and at stage 3 gradients of which each rank gets its part.
+# There is one kind for parameters on every data-parallel rank, and one for experts among ranks with the same ones.
 PARAMETERS = "PARAMETERS"
 EXPERT_PARAMETERS = "EXPERT_PARAMETERS"
 GRAD_PARTS = "GRAD_PARTS"

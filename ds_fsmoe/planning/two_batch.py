@@ -63,10 +63,9 @@ def entering(moe: MoEWork, gathers: bool = True) -> frozenset[str]:
 
 # ---- the schedule of a model, over all its layers
 #
-# In the order of each phase, layer by layer: what lies between two layers, of the first half, and what brings its
-# tokens to the experts; the same of the second half; the rest of the first half's MoE part; the rest of the second's.
-# So a half goes straight on from one layer to the next. In the backward the halves change names, as what came last goes
-# first.
+# In the order of each phase, layer by layer: the operations between two layers of the first sub-batch, and the sends of
+# its tokens to the experts; the same of the second; the rest of the first's MoE part; the rest of the second's. So a
+# sub-batch continues directly with the next layer. In the backward the sub-batches swap, as the last one goes first.
 
 
 def sub_batch_moe(moe: MoEWork) -> MoEWork:

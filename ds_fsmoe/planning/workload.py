@@ -143,7 +143,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Stage(Work):
-    """Describes one operation that every chunk of the experts' part passes, on the way to the experts or back.
+    """Describes one operation that every chunk of the experts' part passes, to the experts or back.
 
     Its position in :class:`MoEWork` is its order; the fields allow other positions.
     """
@@ -302,7 +302,7 @@ def layer_work(
     backward = BlockWork(
         (restore,),
         backward_moe,
-        # What the forward reduced, the backward gathers, and the other way round.
+        # The backward gathers what the forward reduced, and vice versa.
         (
             order,
             route,
@@ -353,11 +353,11 @@ def moe_works(
     expert_flops = 2 * gemms * shape.fullest_F * tokens_S * shape.M * shape.H
     expert = Work(EXPERT, (Lane.COMPUTE,), expert_flops, gemms * (shape.E // groups.ep))
     around = _around(shape, groups, alltoall, sent_bytes, fanout)
-    # Rows are cut by tokens, slots by their number for each expert.
+    # Rows are split by tokens, slots by their number for each expert.
     cut = tokens_S if shape.capacity_factor is None else shape.F * tokens_S / shape.E
     capacity = max(1, math.ceil(cut)) if whole_slots else None
     twice = replace(expert, size=2 * expert.size, launches=2 * expert.launches)
-    # Gradients take the wires the other way.
+    # Gradients use the links in the other direction.
     (ahead, behind), (back_ahead, back_behind) = (
         tuple(_converting(stages) if is_narrow else stages for stages, is_narrow in zip(around, wires, strict=True))
         for wires in (narrow, narrow[::-1])
@@ -384,7 +384,7 @@ def _around(
         for kind in (GATHER, REDUCE)
     )
     if len(at.lanes) == 2 and alltoall == "2dh":
-        # Exchange inside the node first, then among equals of other nodes; on the way out the other way round. The step
+        # Exchange inside the node first, then among equals of other nodes; combine does the reverse. The step
         # inside is a chunk apart from the others: with its own chunk it would wait for a gather or reduce on its link.
         enter = sends(A2A_IN_NODE, intra, sent_bytes, offset=1), sends(A2A_IN, inter, sent_bytes)
         leave = sends(A2A_OUT, inter, sent_bytes), sends(A2A_OUT_NODE, intra, sent_bytes, offset=1)
@@ -403,8 +403,8 @@ _EARLY = 2
 def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """Return the stages of a direction with the conversions of the rows that they send in an EP group.
 
-    A conversion is on the lane of its link. One at either end, next to the experts or to the rest of the model, may be
-    on their lane.
+    A conversion is on the lane of its link. At either end it may be on the lane of the experts or of the rest of the
+    model.
     """
     found: list[Stage] = []
     for (group, is_inner), steps in itertools.groupby(stages, key=lambda each: (each.group, each.is_inner)):
@@ -425,8 +425,8 @@ def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
 
 
 def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the elements of a layer's tensors, in the order in which their gradients exist: (those on all ranks,
-    those of this rank's experts).
+    """Return the elements of a layer's tensors, (on all ranks, of this rank's experts), in the order of their
+    gradients.
     """
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
@@ -447,7 +447,7 @@ def summed(groups: Groups, dtype_bytes: int, dense: Sequence[int], of_experts: S
     """
     at = groups.placements
     return tuple(
-        # Where a group crosses both kinds of links, slices hold the slower one alone.
+        # If a group uses both kinds of links, slices occupy only the slower one.
         Gradient(kind, at[group].lanes[:1], sum(tensors) * dtype_bytes, tuple(each * dtype_bytes for each in tensors))
         for kind, group, tensors in ((GRAD, "dp", dense), (EXPERT_GRAD, "edp", of_experts))
         if at[group].size > 1
@@ -461,8 +461,8 @@ def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
 
 @lru_cache(maxsize=1)
 def stage_kinds() -> Mapping[str, str]:
-    """Return kind of task -> the group in which it communicates, for all kinds of the experts' part; "": no group.
-    The order is that of time: ahead of the experts, the experts, behind them.
+    """Return kind of task -> the group in which it communicates ("": no group), for the experts' part, in order of
+    time.
     """
     shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
     # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates synthetic routing by name; the same arguments give the same choices in every process. Replay of routing
-uses it; :mod:`~ds_fsmoe.routes.recorded` reads routing of real jobs.
+"""Generates synthetic routing by name; the same arguments give the same choices in every process. The benchmarks
+use it; :mod:`~ds_fsmoe.routes.recorded` reads routing of real jobs.
 
 A name determines the popularity of experts. Each token then takes k different experts by popularity: those with the k
 largest ``log(popularity) + Gumbel noise``.
@@ -102,8 +102,8 @@ def _balanced(asked: _Request) -> np.ndarray:
 
 
 def _with_hot(asked: _Request, place: int) -> np.ndarray:
-    """Return even choices in which a share of the tokens also choose one hot expert, given by its index in the order of
-    popularity.
+    """Return even choices in which a share of the tokens also choose one hot expert. ``place`` is its index in the
+    order of popularity.
     """
     hot = int(asked.order()[place % asked.num_experts])
     found = _by_popularity(asked, np.ones(asked.num_experts))

@@ -326,7 +326,7 @@ def _print_two_runs(stock: Run, ours: Run, turns: Path | None = None) -> int:
     ]
     found = None if turns is None else read_turns(turns, STOCK, OURS)
     if not found:
-        # What turns have found is the result, and another ratio beside it would be a second one.
+        # The ratio over turns is the result; a second ratio would be confusing.
         ratios = [(times[0].step_ms, times[1].step_ms), *((times[0].parts_ms[n], times[1].parts_ms[n]) for n in names)]
         rows.append(("ratio", *(f"{a / b:.2f}x" if b > 0 and a > 0 else "-" for a, b in ratios)))
     print()

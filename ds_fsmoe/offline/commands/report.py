@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     folder: Path = args.run_dir
     if has_routing(folder):
-        # In a folder, or beside a packed file.
+        # In a folder, or next to a packed file.
         beside = folder / "report.html" if folder.is_dir() else folder.with_name(f"{folder.stem}_report.html")
         return _of_routing(folder, args.out or beside)
     runs = _runs(folder)

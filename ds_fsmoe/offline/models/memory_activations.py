@@ -4,7 +4,7 @@
 
 Every term is a tensor that transformers 5 or ds_fsmoe makes, by the operation that saves it. The method is that of
 Korthikanti et al. (arXiv:2205.05198, section 4), with the operations of today's models. Their RMSNorm is written out
-and computes in fp32, attention keeps no scores unless it is eager, and an expert keeps two tensors of rows.
+and computes in fp32. Attention keeps no scores unless it is eager, and an expert keeps two tensors of rows.
 
 Letters: S tokens of this rank, M width of the model, K choices of a token, R rows at this rank's experts, H width
 inside an expert, F = 2 H with a gate, a bytes of a number.
@@ -207,7 +207,7 @@ def block_needs(
     # Gradients of rows: as they are sent, as they come, and expert by expert; in chunks, two of which are under way. On
     # streams what comes and what leaves is held until the phase is over.
     is_held = training.device == "gpu"
-    # Of two halves both are under way, and the experts compute for one at a time.
+    # Both sub-batches are in flight, and the experts compute for one at a time.
     pieces = training.degree * (NUM_SUB_BATCHES if training.is_two_batch else 1)
     part = 1.0 if is_held else min(1.0, 2 / training.degree)
     comes = (groups.ep > 1) / groups.esp + (groups.esp > 1)
@@ -226,11 +226,11 @@ def block_needs(
     for of_weights in (second, weights + after):
         made = moved + less + of_weights - (less if training.recompute else 0)
         early.append(plus(kept, {ROWS: 0.0 if training.recompute else -a * less, AT_WORK: residual + a * made}))
-    # They are handed over, that of the largest weight last, while the rows are on their way back.
+    # They are passed on, that of the largest weight last, while the rows are sent back.
     largest = 0.0 if stay else weights * (experts.gemms - 1) / experts.gemms
     late.append(plus(attention, {AT_WORK: residual + a * (rows.sent * M + largest)}))
     if training.is_two_batch and training.checkpointing:
-        # When it has run again for the first half, the second one is still at the attention of the block behind.
+        # After its recomputation for the first sub-batch, the second one is still at the attention of the block behind.
         behind = {item: size / NUM_SUB_BATCHES for item, size in attention.items()}
         early = [plus(each, behind) for each in early]
     return early, late

@@ -322,7 +322,7 @@ def _stages_1_and_2(parameters: Parameters, dp: int, edp: int, training: Trainin
     bucket = a * training.reduce_bucket
     if training.offload:
         # A rank's part is updated on the host, to which each gradient goes when it is summed. There DeepSpeed has
-        # masters, their gradients in fp32, states, what is copied back, and room for one gradient.
+        # masters, their gradients in fp32, states, the copies sent back, and a buffer for one gradient.
         room = {BUCKETS: a * max((*parameters.dense, *parameters.experts))}
         on_host = {MASTERS: rest.pop(MASTERS), OPTIMIZER: rest.pop(OPTIMIZER)}
         host = {**on_host, GRADIENTS: MASTER * held, PARAMETERS: a * held, **room}
@@ -373,13 +373,13 @@ def _stage_3(parameters: Parameters, dp: int, edp: int, training: Training) -> S
     largest = max((edp > 1) * max((0, *whole.experts_of_block)), (dp > 1) * max(whole.dense))
     most = share * cut + (largest if share < 1 else 0)
 
-    # A message stays as it came until the last of its parameters is asked for, beside those that are taken out of it.
+    # A message stays until the last of its parameters is needed, besides the parameters that are copied out of it.
     message = min(training.prefetch_bucket, cut)
 
     def gathered(elements: int) -> Account:
         return {GATHERED: a * (max(0.0, min(elements, most) - small) + message)}
 
-    # What lies behind a block has been given back when its backward runs.
+    # The parameters behind a block are released when its backward runs.
     embedding = (dp > 1) * whole.num_embedding
     ahead = tuple(gathered(embedding + sum(of_blocks[: place + 1])) for place in range(len(of_blocks)))
     steps = []

@@ -115,7 +115,7 @@ class _Sizes:
         mp, size_bytes = self.groups.mp, self.B * self.L * self.M * self.dtype_bytes
         gather, reduce = (collective(kind, self.groups.placements["mp"], size_bytes) for kind in (MP_GATHER, MP_REDUCE))
         mine = [replace(each, size=each.size / mp) for each in works]
-        # What the forward reduced, the backward gathers, and the other way round.
+        # The backward gathers what the forward reduced, and vice versa.
         return _Part(
             (*gather, *mine, *reduce),
             (*gather, *twice(mine), *reduce),

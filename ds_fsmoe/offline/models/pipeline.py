@@ -55,8 +55,8 @@ class PlannedPipeline:
     ) -> tuple[StagePlan, ...]:
         """Plan each stage as a named system would.
 
-        ``best`` may also send the gradients of all stages behind the first at the end, concurrent with the backwards of
-        earlier stages, if that makes a batch shorter.
+        ``best`` may also send the gradients of all stages behind the first at the end, if that makes a batch shorter.
+        There they are concurrent with the backwards of earlier stages.
 
         Args:
             planner: the planner with the costs; its settings have the number of micro-batches.

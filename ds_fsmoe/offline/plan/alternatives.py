@@ -95,7 +95,7 @@ def _recorded(path: Path, num_experts: int, k: int) -> Any:
     return np.concatenate(found)
 
 
-# ---- halves
+# ---- two-batch overlap
 
 
 def print_two_batch(args: argparse.Namespace, result: Report) -> dict[str, Any]:

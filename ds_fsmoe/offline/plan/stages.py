@@ -61,7 +61,7 @@ class BatchReport:
             forward_ms, last_ms = step_bounds_ms(layers, planner.costs, most)
             bare = [replace(each, gradients=()) for each in layers]
             earlier_ms = step_bounds_ms(bare, planner.costs, most)[1]
-            # Gradients lengthen a backward, or follow it; nobody waits for these.
+            # Gradients lengthen a backward, or follow it; no stage waits for the latter.
             least.append(StageTimes(forward_ms, earlier_ms, earlier_ms, max(0.0, last_ms - earlier_ms)))
         return self.pipeline.batch_ms(least, self.num_micro_batches)
 

@@ -163,7 +163,7 @@ def draw_lines(
         alt.Tooltip("x:Q", title="step"),
         alt.Tooltip("y:Q", title=y_title, format=",.5~g"),
     ]
-    # The later lie over the earlier: where they agree, only a dashed line on a broader one shows both.
+    # Later lines cover earlier ones: where they agree, only a dashed line on a broader one shows both.
     dashes = [[1, 0], *[[6, 3]] * (len(names) - 1)]
     dash = alt.StrokeDash("name:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
     first = alt.datum.name == (names[0] if names else "")
@@ -470,7 +470,7 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
     kinds: dict[str, str] = {}
     for kind in (each.kind for step in steps for each in step.tasks):
         kinds.setdefault(task_name(kind), colour_of(kind))
-    # Rows are told apart by numbers, of which nobody need know.
+    # Rows have internal numbers that the chart does not show.
     lane_words = " : ".join(
         f"datum.value == '{_row(n, str(lane))}' ? '{LANE_NAMES[lane]}'" for n in range(len(steps)) for lane in LANES
     )

@@ -73,7 +73,7 @@ PALETTE: dict[str, str] = {
     kinds.EXPERT_GRAD: "#f381b4",
     kinds.GRAD_SCATTER: "#9b55a3",
     kinds.GRAD_GATHER: "#eaa2b9",
-    # Never in one picture with slices of gradients, or beside what is computed with these colours.
+    # Never in one picture with slices of gradients, or next to computation in these colours.
     kinds.PARAMETERS: "#247792",
     kinds.EXPERT_PARAMETERS: "#7fbbc0",
     kinds.GRAD_PARTS: "#7d1356",

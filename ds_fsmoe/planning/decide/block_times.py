@@ -74,7 +74,7 @@ class BlockTimes:
             is_serial: whether all tasks run one after another, on any lane.
         """
         self.work, self.costs, self.grad_lanes, self.is_serial = work, costs, grad_lanes, is_serial
-        # One lane has nothing beside it to be slowed by; what issuing takes stays.
+        # With one lane there is no contention; the cost of issuing stays.
         self.contention, self.host_ms = IDEAL if is_serial else contention, host_ms
         self._papers = _papers_stages(work.moe)
         self.is_papers = (
@@ -164,7 +164,7 @@ class BlockTimes:
         result_ms: np.ndarray,
         rows: Sequence[int],
     ) -> None:
-        # A slice that is not there must not hold up a lane: candidates with and without one are different orders.
+        # A missing slice must not delay a lane: candidates with and without one are different orders.
         for has_moe, has_dense in sorted({*zip(moe_grad_ms > 0, dense_grad_ms > 0, strict=True)}):
             columns = np.flatnonzero(((moe_grad_ms > 0) == has_moe) & ((dense_grad_ms > 0) == has_dense))
             jobs = []

@@ -78,7 +78,7 @@ def step_bounds_ms(
         sum(lower_bound_ms(work, of_work, max_degree) for work, of_work in parts) for parts in (forwards, backwards)
     )
     of_layers, gradients = _gradients(layers, costs, carried)
-    # Gradients can travel together, so each kind has to be launched once.
+    # Gradients can be sent together, so each kind needs one launch.
     between = [each for each in gradients if Lane.INTER in each.lanes]
     grads_ms = sum(of_layers[each.kind].ms(each.size_bytes, 0) for each in between)
     grads_ms += sum(of_layers[kind].ms(0.0) for kind in {each.kind for each in between})

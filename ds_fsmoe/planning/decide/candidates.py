@@ -49,10 +49,10 @@ class Search:
     def candidates(self) -> list[ModelPlan]:
         """Return the plans to try, without duplicates.
 
-        The first has the shortest prediction. Then come the best plan without two-batch overlap, the best if lanes did
-        not slow each other down, and the best with each other all-to-all. Then come both phases unchunked and in two,
-        three and four chunks, in each allowed order. Where two-batch overlap is allowed, its best plan follows, with
-        one and two chunks.
+        The first has the shortest prediction. Then come the best plan without two-batch overlap, and the best plan
+        without contention of lanes. Then come the best plan with each other all-to-all, and both phases unchunked and
+        in two, three and four chunks, in each allowed order. Where two-batch overlap is allowed, its best plan follows,
+        with one and two chunks.
         """
         plans = self._plans("whole", "isolated", "alltoall", "given", "halves")
         return _distinct([self._fastest(plans), *plans])

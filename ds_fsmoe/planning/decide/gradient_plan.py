@@ -19,7 +19,7 @@ from ds_fsmoe.planning.decide.gradients import Mode
 # Where a slice begins in its buffer, which is itself aligned to more: at 256 bytes or 512, so that NCCL loads 16 bytes
 # at a time and can let NVLink's switches add up.
 ALIGNED_ELEMENTS = 128
-# A buffer of fewer elements is a matter of latency, however it is cut, and so small a part of it would be none at all.
+# Latency dominates a smaller buffer, however it is split, and an aligned slice would be too large a part of it.
 _SMALL_ELEMENTS = 64 * ALIGNED_ELEMENTS
 
 

@@ -244,7 +244,7 @@ def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     best_ms = np.full(steps + 1, np.inf)
     best_ms[0] = 0.0
     choices = []
-    # Of equally cheap ways, the one that treats layers alike: a millionth for many small slices over few large ones.
+    # A tie goes to even slices over layers: a millionth favours many small slices over few large ones.
     even_ms = 1e-6 * queue.step_ms * np.arange(steps + 1) ** 2 / steps**2
     two_kinds, kinds_between = all(queue.has), queue.kinds_between
     dense_ms, experts_ms = queue.alphas_ms

@@ -136,7 +136,7 @@ class Planner:
             times.append(of_names)
         names = fastest if request.alltoalls is None else request.alltoalls
         layers = [each[name] for each, name in zip(options, names, strict=True)]
-        # Layers that are equal are planned once, and told apart by a number from here on.
+        # Equal layers are planned once, and have a number from here on.
         numbers: dict[tuple[Layer, SearchSpace], int] = {}
         kinds = [numbers.setdefault(each, len(numbers)) for each in zip(layers, spaces, strict=True)]
         alone = [self.choose(*each) for each in numbers]

@@ -121,7 +121,7 @@ class SearchSpace:
             orders = _with_conversions(orders, moe)
         found = allowed(orders, moe, backward, is_two_batch, costs)
         if not found and not is_two_batch:
-            # DeepSpeed's own way passes every rule.
+            # DeepSpeed's own order passes every rule.
             return [Order(1, orders[0].links)]
         if self.micro_op_bytes is not None and found:
             wanted = degree_by_bytes(moe, self.micro_op_bytes, max(each.degree for each in orders))

@@ -39,7 +39,7 @@ def plan_two_batch(planner: Planner, request: PlanRequest) -> ModelPlan | None:
     Returns:
         The plan; ``None`` without layers, with only one lane, or where the rules allow no plan.
     """
-    # With one lane there is nothing that a half could hide behind.
+    # With one lane, two-batch overlap cannot hide anything.
     if not request.options or planner.settings.is_serial:
         return None
     used = (

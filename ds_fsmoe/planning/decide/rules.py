@@ -92,7 +92,7 @@ def check_named(
     backward: bool,
     costs: Mapping[str, Cost] | None = None,
 ) -> None:
-    """Refuse a schedule by name if the rules allow none of its numbers of chunks, so that it does not run as another
+    """Refuse a schedule by name if the rules allow none of its numbers of chunks. Otherwise it would run as another
     one.
 
     Args:

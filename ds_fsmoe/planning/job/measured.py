@@ -114,8 +114,8 @@ class LayerProfile:
 
     @property
     def relative_residual(self) -> float:
-        """Return the typical deviation of the planned operations from their fitted lines, as a share of their total
-        time at the whole capacity. The deviations count as independent.
+        """Return the typical deviation of the planned operations from their fitted lines. It is a share of their
+        total time at the whole capacity; the deviations count as independent.
         """
         planned = [each for name, each in self.operations.items() if name in (*LINKS, FORWARD, BACKWARD)]
         total_ms = sum(each.times_ms[-1] for each in planned)
@@ -150,7 +150,7 @@ class LayerProfile:
         at, names = self.operations, self._names(backward, same_chunks)
         found: dict[str, Cost] = {kind: at[name].cost for kind, name in names.items() if name in at}
         task_ms = 0.0 if issues_ahead else self.task_ms
-        # Slices of gradients are cut by a formula that knows lines only.
+        # The formula for slices of gradients needs a single line.
         found |= {kind: at[names[kind]].line for kind in GRADIENT_TASKS if kind in found}
         # Where conversions were not measured, they are in the times of links, as they were before they were tasks.
         nothing = dict.fromkeys((HOLD, *QUANTISING, *DEQUANTISING), LinearCost(0.0, 0.0))

@@ -157,7 +157,7 @@ class RecordedJob:
     def _sending(self, kind: RecordedKind, name: str, mode: Mode) -> LayerCosts:
         """Return the costs of tasks for a mode of sending gradients."""
         costs = self.costs_of(kind, name)
-        # DeepSpeed has one way; ours is the faster one of two.
+        # DeepSpeed has one reduction algorithm; ours is the faster of two.
         factor = max(1.0, self.gradient_factor) if mode == "off" else self.gradient_factor
         if factor == 1.0:
             return costs

@@ -195,7 +195,7 @@ class WhatIf:
     def _predict(self, plan: ModelPlan) -> Prediction:
         count = self.job.micro_batches
         forward_ms, backward_ms = self._planner.phases_ms(plan)
-        # Gradients travel when the last micro batch is through.
+        # Gradients are sent after the last micro-batch.
         if count > 1:
             backward_ms += (count - 1) * self._planner.phases_ms(plan.without_gradients())[1]
         isolated_ms = plan.step_ms({}, is_serial=self.job.settings.is_serial)
@@ -214,7 +214,7 @@ def _least_that_takes(predicted_ms: Callable[[float], float], wanted_ms: float, 
 # ---- the same job with its experts spread over more ranks
 #
 # More ranks make all-to-alls longer and experts' gradients fewer, and each rank keeps fewer experts. Which is faster
-# depends on the links, and on the tokens of a step: nobody knows these before a job has run.
+# depends on the links, and on the tokens of a step, which are unknown before a job has run.
 
 
 def sizes_from(groups: Groups, num_experts: Sequence[int]) -> list[int]:
@@ -246,7 +246,7 @@ def larger_ep_sizes(job: RecordedJob, cluster: Cluster) -> dict[int, float]:
     sizes = sizes_from(job.kinds[0].groups, [kind.shape.num_experts for kind in job.kinds]) if len(layouts) == 1 else []
     if len(sizes) < 2:
         return {}
-    # Slots that nobody fills travel as well: they do not cross to a node once.
+    # Empty slots are sent as well, so padded dispatch is never node-deduplicated.
     has_rows = all(kind.shape.num_tokens is not None for kind in job.kinds)
     alltoalls: tuple[AllToAll | None, ...] = (None, NODE_DEDUPLICATED) if has_rows else (None,)
 
