@@ -27,12 +27,9 @@ class Handler(logging.StreamHandler):
             return
         try:
             style = RED if record.levelno >= logging.ERROR else YELLOW if record.levelno >= logging.WARNING else ""
-            parts = [self.format(record)]
-            if isinstance(record.msg, Message):
-                first, *rest = record.msg.parts
-                head = logging.makeLogRecord({**record.__dict__, "msg": str(first)})
-                parts = [self.format(head), *rest]
-            print_parts(parts, self.stream, style)
+            first, *rest = record.msg.parts if isinstance(record.msg, Message) else [record.getMessage()]
+            head = logging.makeLogRecord({**record.__dict__, "msg": str(first), "args": ()})
+            print_parts([self.format(head), *rest], self.stream, style)
         except Exception:  # as logging's own handlers: what cannot be written must not end a training
             self.handleError(record)
 

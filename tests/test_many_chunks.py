@@ -33,7 +33,7 @@ def test_chunks_beyond_the_slots_are_said_to_be_empty(
     degrees: tuple[int, int], num_tokens: int, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[str, int]] = []
-    monkeypatch.setattr(first_forwards, "log_on_rank_0", lambda text, level=0, *_: said.append((text, level)))
+    monkeypatch.setattr(first_forwards, "log_on_rank_0", lambda text, level=0, details="": said.append((text, level)))
     watching = FirstForwards()
     x = torch.randn(num_tokens, 8)
     for label in ("L00", "L01"):
