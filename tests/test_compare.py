@@ -319,4 +319,4 @@ def test_how_sure_the_ratio_of_two_runs_is_is_said_with_it_and_causes_where_ours
     assert "possible cause: the layers run in one chunk" in said_of(20.0, "slower")
     cut = config.with_name("cut.json")
     cut.write_text('{"fsmoe": {"enabled": true, "pipeline_degree": {"forward": 2}}}')
-    assert "possible cause: num_chunks was given by hand (2 forward)" in said_of(20.0, "cut", of=cut)
+    assert "possible cause: num_chunks was set by hand (2 forward)" in said_of(20.0, "cut", of=cut)

@@ -88,5 +88,5 @@ def test_why_layers_are_not_cut_is_told_from_what_was_asked_for(tmp_path: Path) 
     assert said("a single rank has no communication to hide", autotune={"enabled": False}).endswith(
         "because a single rank has no communication to hide"
     )
-    assert "num_chunks was given by hand (2 forward)" in said(pipeline_degree={"forward": 2})
+    assert "num_chunks was set by hand (2 forward)" in said(pipeline_degree={"forward": 2})
     assert said(schedule="lina") == ""

@@ -102,7 +102,7 @@ class Saving:
         """
         ranks, folder, tag, publication = self._ranks, self._folder, self._tag, self._publication
         try:
-            ranks.on_leaders(f"making room for {folder / tag}", publication.begin)
+            ranks.on_leaders(f"preparing {folder / tag}", publication.begin)
             ranks.together(f"looking for {self._place}", self._check_folder)
             files = self._engine.checkpoint_engine
             with ranks.at_barriers(), replaced(files, "save", self._noting_writes(files.save)):

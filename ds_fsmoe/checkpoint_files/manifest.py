@@ -291,12 +291,12 @@ def omissions(folder: Path, manifest: Manifest | None) -> list[str]:
     ours = sorted(each.name for each in folder.glob(f"{OURS}*") if each.name != OWNER)
     if manifest is None:
         return [
-            f"{folder / NAME} is missing, and {each} says that ds_fsmoe has saved this checkpoint: nothing tells "
+            f"{folder / NAME} is missing, and {each} says that ds_fsmoe has saved this checkpoint: it is unknown "
             f"whether its files are whole. To load them all the same, as stock DeepSpeed would, remove {OURS}* from it"
             for each in ours[:1]
         ]
     unnamed = [each for each in ours if each not in manifest.files]
-    found = [f"{folder / NAME} does not name {each}, which lies beside it" for each in unnamed]
+    found = [f"{folder / NAME} does not name {each}, a file of the same folder" for each in unnamed]
     if not any(_WEIGHTS.fullmatch(each) for each in manifest.files):
         found.append(f"{folder / NAME} names no file of weights (mp_rank_00_model_states.pt)")
     of_stages = [

@@ -111,7 +111,7 @@ def on_first_rank(value: _T) -> list[_T] | None:
     if world_size_now() == 1:
         return [value]
     of_ranks: list[_T] | None = [value] * dist.get_world_size() if dist.get_rank() == 0 else None
-    with waiting("what every rank tells rank 0"):
+    with waiting("the reports of all ranks to rank 0"):
         dist.gather_object(value, of_ranks)
     return of_ranks
 

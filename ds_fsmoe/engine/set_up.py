@@ -215,7 +215,7 @@ def _hold_on_all(group: dist.ProcessGroup | None, device: torch.device, facts: S
         device: the device for the communication.
         facts: the facts of this rank.
     """
-    failing = most_of([float(not each) for each in facts], device, group, "whether batches are split in halves")
+    failing = most_of([float(not each) for each in facts], device, group, "the agreement on two-batch overlap")
     return [not each for each in failing]
 
 

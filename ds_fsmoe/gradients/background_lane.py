@@ -72,7 +72,7 @@ class BackgroundLane(ABC):
 
         def wait() -> None:
             self.flush()
-            with waiting("messages that travel beside others"):
+            with waiting("messages on the background lane"):
                 self._await(done[-1])
 
         return wait

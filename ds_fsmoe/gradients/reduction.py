@@ -149,7 +149,7 @@ class Reduction:
             size = sum(each.numel * each.element_bytes for each in self.reducer.flats) / 1e6
             log_on_rank_0(
                 words_of_stage_2(size, self.sums_each, accumulate),
-                details="A rank keeps its part of the gradients only, unless its GPU has room"
+                details="A rank keeps only its part of the gradients, unless its GPU has the memory for all"
                 if self.sums_each
                 else "",
             )

@@ -62,7 +62,7 @@ class LayerRecord:
 
     @property
     def fullest_at_home(self) -> float:
-        """The name of :attr:`fullest_primary` in version 0.2.0."""
+        """Return :attr:`fullest_primary`, by its name of version 0.2.0."""
         return self.fullest_primary
 
     @property

@@ -76,7 +76,7 @@ def lock_rows() -> list[Row]:
     rows = []
     for lock in locks.held_locks(folder):
         if lock.is_stale:
-            rows.append((lock.path.parent.name, lock.age, FAIL, f"nobody builds for so long: delete {lock.path}"))
+            rows.append((lock.path.parent.name, lock.age, FAIL, f"too old for a build in progress: delete {lock.path}"))
         else:
             rows.append((lock.path.parent.name, lock.age, OKAY, "being built"))
     return rows or [("locks", "none", OKAY, str(folder))]

@@ -94,7 +94,7 @@ class LayerKind:
         counted = torch.zeros(3, dtype=torch.float64, device=device)
         for expert_KS in self.choices:
             counted += torch.tensor(_places_of(expert_KS, self.subject, nodes), dtype=torch.float64, device=device)
-        with waiting("the crossings of tokens"):
+        with waiting("the fan-out of tokens"):
             if world_size_now() > 1:
                 dist.all_reduce(counted, group=group)
             in_nodes, on_ranks, num_choices = counted.tolist()

@@ -137,7 +137,7 @@ def describe_plan(labels: Sequence[str], plan: ModelPlan) -> str:
             f"{forward.degree} and {backward.degree} chunks",
             *dict.fromkeys(_order_words(each) for each in (forward, backward) if each.degree > 1),
             *([] if alltoall == "flat" else [alltoall]),
-            *(["two halves in turns"] if plan.is_two_batch else []),
+            *(["two-batch overlap"] if plan.is_two_batch else []),
             *([] if plan.sending == "placed" else [f"gradients {plan.sending.replace('_', ' ')}"]),
         ]
         texts.setdefault(", ".join(words), []).append(label)
@@ -337,7 +337,7 @@ def _step(context: TuningContext) -> list[str]:
         f"slow each other down), deepspeed {step.deepspeed_ms:.3f} ms: {step.speedup:.2f} times as fast",
         f"  the busiest lanes alone would take {step.bound_ms:.3f} ms: no schedule takes less",
         f"  in it: all but the experts' parts {rest}; gradients {step.gradients_ms:.3f} ms, of which "
-        f"{step.exposed_ms:.3f} have no idle link to travel on",
+        f"{step.exposed_ms:.3f} find no idle link",
     ]
     if len(context.sharded_ms) > 1:
         sizes = ", ".join(

@@ -226,8 +226,8 @@ def test_plan_shows_what_halves_give_over_best(capsys, tmp_path) -> None:
     lines = [line.split() for line in text[text.index("two-batch overlap, relative to best") :].splitlines()]
     shown = {" ".join(line[:-7]) or line[0]: line for line in lines if line and line[0].startswith("best")}
     assert len(shown) >= 1
-    assert "best, in halves" in text
-    assert "two layers, backward, best, in halves:" in text
+    assert "best, two-batch" in text
+    assert "two layers, backward, best, two-batch:" in text
     assert "(lower bound, batches whole)" in text
 
 

@@ -118,7 +118,7 @@ def print_two_batch(args: argparse.Namespace, result: Report) -> dict[str, Any]:
         plans.append(("best", name, found.plans["best"], found.times_ms["best"]))
         halves = found.best_two_batch()
         if halves is not None:
-            plans.append(("best, in halves", name, halves, found.planner.phases_ms(halves)))
+            plans.append(("best, two-batch", name, halves, found.planner.phases_ms(halves)))
     best_ms = min(sum(phases_ms) for _, _, plan, phases_ms in plans if not plan.is_two_batch)
     rows = [(*names, _degrees(plan.forward), _degrees(plan.backward), phases) for *names, plan, phases in plans]
     bounds_ms = busiest_ms(job.zero.layers("best", result.layers), result.planner.costs)

@@ -31,7 +31,7 @@ _REWORDED: Mapping[str, str] = {
     "dtype": "it is not known for which numbers the costs of computing hold",
     "peak_tflops": "whether a product is faster than the GPU cannot be checked",
     "link_gb_per_s": "whether a collective is faster than its port cannot be checked",
-    "source": "nobody can judge the numbers",
+    "source": "the numbers cannot be judged",
 }
 
 

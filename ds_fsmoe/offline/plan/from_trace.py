@@ -184,8 +184,8 @@ def _of_fit(one_size: Iterable[str], cluster: Cluster | None) -> list[str]:
     notes = []
     if kinds := ", ".join(one_size):
         notes.append(
-            f"chunks: {kinds} had one size in the trace, which does not tell their start-up time. It is taken as 0, so "
-            "more chunks seem to cost nothing. --cluster FILE tells it, or a run with two numbers of chunks"
+            f"chunks: {kinds} had one size in the trace, which does not show their start-up time. It is taken as 0, so "
+            "more chunks seem to cost nothing. Give --cluster FILE, or record a run with two numbers of chunks"
         )
     if cluster is None:
         notes.append("lanes: how they slow each other down is in the spans, and taken to be the same in other plans")

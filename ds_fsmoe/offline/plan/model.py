@@ -208,8 +208,8 @@ def _layout_note(args: argparse.Namespace, model: PlannedModel, groups: Groups) 
     taken = "" if args.esp else ", the fastest layout"
     parts = f"{groups.stage // usual} groups of {'a stage' if groups.pp > 1 else 'the job'}"
     return (
-        f"ep_size {groups.ep} and expert_tensor_parallel_size {groups.esp}{taken}: with experts cut over {usual} GPUs, "
-        f"no ep_size above 1 divides both {experts} experts and the {parts}{hint}"
+        f"ep_size {groups.ep} and expert_tensor_parallel_size {groups.esp}{taken}: with experts sharded over {usual} "
+        f"GPUs, no ep_size above 1 divides both {experts} experts and the {parts}{hint}"
     )
 
 

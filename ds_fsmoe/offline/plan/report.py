@@ -186,7 +186,7 @@ class Report:
         Args:
             is_two_batch: a plan with two-batch overlap to include; ``None``: none.
         """
-        plans = {**self.plans, **({} if is_two_batch is None else {f"{BEST}, in halves": is_two_batch})}
+        plans = {**self.plans, **({} if is_two_batch is None else {f"{BEST}, two-batch": is_two_batch})}
         times_ms = {name: sum(self.times_ms.get(name) or self.planner.phases_ms(each)) for name, each in plans.items()}
         drawn = []
         for name in sorted(plans, key=lambda each: -times_ms[each]):

@@ -204,8 +204,8 @@ def reasons(stock: Run, ours: Run, times: RunTimes) -> list[str]:
         if cut:
             chunks = " and ".join(f"{count} {phase}" for phase, count in cut.items())
             found.append(
-                f"num_chunks was given by hand ({chunks}), whether or not that pays here: leave fsmoe.num_chunks out, "
-                "so that it is chosen from measurements"
+                f"num_chunks was set by hand ({chunks}) and not by measurements: leave fsmoe.num_chunks out, "
+                "and the autotuner chooses it"
             )
         elif block.get("schedule") != "lina":  # which cuts by the bytes of layers
             why = ours.facts.get("why_untuned")

@@ -248,7 +248,7 @@ def _by_path(run: Run, step: ShownStep) -> tuple[list[str], list[str]]:
     if sent == max(computed, sent, between):
         tries.append(
             "traffic that nothing hides is the largest part: give it more computation to hide behind (a larger "
-            "micro-batch), or fewer bytes (expert groups inside a node, or each token once per node)"
+            "micro-batch), or fewer bytes (expert groups inside a node, or node-deduplicated dispatch)"
         )
     elif computed == max(computed, between):
         tries.append(

@@ -45,8 +45,8 @@ TASK_NAMES: dict[str, str] = {
     kinds.GRAD_PARTS: "gradients, reduce-scatter",
     kinds.EXPERT_GRAD_PARTS: "gradients of experts, reduce-scatter",
     kinds.HOLD: "held by another lane",
-    **dict.fromkeys(kinds.QUANTISING, "conversion for a narrow wire"),
-    **dict.fromkeys(kinds.DEQUANTISING, "conversion from a narrow wire"),
+    **dict.fromkeys(kinds.QUANTISING, "conversion to the communication dtype"),
+    **dict.fromkeys(kinds.DEQUANTISING, "conversion from the communication dtype"),
 }
 """Kind of task -> the field's words. The part of an all-to-all inside the node has the same: its lane says which."""
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No name and no message of the package has a word that the glossary lists as no longer said."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "ds_fsmoe").rglob("*.py"))
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
+
+# Names that hold such a word rightly, each with its reason.
+NAMES: dict[str, str] = {
+    "cut": "key of a checkpoint's manifest",
+    "cuts": "key of a checkpoint's manifest",
+    "pieces": "key of a checkpoint's index",
+    "SavedPieces": "reads fsmoe_pieces.json",
+    "wires": "key of version 0.2.0; alias: comm_dtype",
+    "crossings": "key of recorded costs",
+    "bfloat16_wire": "module of version 0.2.0, by which configs name the hook",
+    "Wires": "class of the builder of version 0.2.0",
+    "pays_within": "key of version 0.2.0",
+    "door": "its name is in the .pth file of each installation",
+    "look_again": "public name of version 0.2.0",
+    "says_entropy": "a gate of a user may have it",
+    "fullest_at_home": "a field of what ds_fsmoe.inference records",
+    "homes": "a policy of a user may ask for it",
+}
+
+
+def no_longer_said() -> dict[str, set[str]]:
+    """Return the words of the glossary's column, as {"name" or "message": words}.
+
+    The column's cells look like ``cut, uncut; in names: half; *a phrase of words*``. Plain words count for both, those
+    behind "in names:" for names alone, and phrases between asterisks for messages alone.
+    """
+    found: dict[str, set[str]] = {"name": set(), "message": set()}
+    rows = [
+        line.split("|") for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("|")
+    ]
+    at = next(index for row in rows for index, cell in enumerate(row) if cell.strip() == "no longer said")
+    for row in rows:
+        if len(row) <= at or row[at].strip() in ("no longer said", "") or set(row[at].strip()) <= {"-"}:
+            continue
+        cell = row[at].strip()
+        for phrase in re.findall(r"\*([^*]+)\*", cell):
+            found["message"].add(phrase)
+        for part in re.sub(r"\*[^*]+\*", "", cell).split(";"):
+            only_names = part.strip().startswith("in names:")
+            words = {each.strip() for each in part.replace("in names:", "").split(",") if each.strip()}
+            found["name"] |= {each for each in words if " " not in each}
+            if not only_names:
+                found["message"] |= words
+    return found
+
+
+SAID = no_longer_said()
+
+
+def names_in(tree: ast.AST, is_inside: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of what others can see: classes, functions, methods, fields, attributes and constants.
+
+    Parameters and local names are left out, but for those of public functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if not is_inside:
+                yield node.lineno, node.name
+                if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                    arguments = node.args
+                    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
+                        yield each.lineno, each.arg
+            yield from names_in(node, is_inside or not isinstance(node, ast.ClassDef))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for each in (inner for target in targets for inner in ast.walk(target)):
+                if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and not is_inside:
+                    yield each.lineno, each.id
+                elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                    yield each.lineno, each.attr
+            yield from names_in(node, is_inside)
+        else:
+            yield from names_in(node, is_inside)
+
+
+def documented(tree: ast.AST) -> set[int]:
+    """The ids of docstrings, and of the strings behind a field or a constant that describe it."""
+    return {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
+
+
+# Texts that hold such a word rightly: old names that are read.
+TEXTS = ("    Wires = CommDtype",)
+
+
+def messages_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each string that is a sentence or a part of one: keys of data have no space."""
+    apart = documented(tree)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in apart
+            and " " in node.value
+        ):
+            yield node.lineno, node.value
+
+
+def words_of(name: str) -> set[str]:
+    return {each.lower() for each in WORD.findall(name)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "ds_fsmoe")))
+def test_no_name_has_a_word_that_is_no_longer_said(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    names = [(0, path.stem), *names_in(tree)]
+    found = {
+        f"{path.name}:{line} {name}" for line, name in names if name not in NAMES and words_of(name) & SAID["name"]
+    }
+    assert not found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT / "ds_fsmoe")))
+def test_no_message_has_a_word_that_is_no_longer_said(path: Path) -> None:
+    pattern = re.compile(
+        rf"\b({'|'.join(map(re.escape, sorted(SAID['message'], key=len, reverse=True)))})\b", re.IGNORECASE
+    )
+    found = {
+        f"{path.name}:{line} {match[0]}: {text[:80]}"
+        for line, text in messages_in(ast.parse(path.read_text()))
+        if (match := pattern.search(text)) and not text.startswith(TEXTS)
+    }
+    assert not found
+
+
+def test_every_exception_is_needed() -> None:
+    names = {path.stem for path in FILES}
+    for path in FILES:
+        names |= {name for _, name in names_in(ast.parse(path.read_text()))}
+    assert {name for name in NAMES if name not in names or not words_of(name) & SAID["name"]} == set()
