@@ -403,8 +403,7 @@ _EARLY = 2
 def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     """Return the stages of a direction with the conversions of the rows that they send in an EP group.
 
-    A conversion is on the lane of its link. At either end it may be on the lane of the experts or of the rest of the
-    model.
+    A conversion is on the lane of its link, or at either end on the lane of the experts or of the rest of the model.
     """
     found: list[Stage] = []
     for (group, is_inner), steps in itertools.groupby(stages, key=lambda each: (each.group, each.is_inner)):
@@ -425,9 +424,7 @@ def _converting(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
 
 
 def _tensors(shape: Shape, groups: Groups) -> tuple[list[int], list[int]]:
-    """Return the elements of a layer's tensors, (on all ranks, of this rank's experts), in the order of their
-    gradients.
-    """
+    """Return the elements of a layer's tensors: (on all ranks, of this rank's experts), in the gradients' order."""
     dense = round(shape.attention_weights / groups.mp + shape.M * shape.E)
     # The backward comes to the gate first, then to what attention gives, its values and keys, and its queries.
     kv_share = (shape.kv_heads or shape.heads) / shape.heads
@@ -461,9 +458,7 @@ def collective(kind: str, at: Placement, size_bytes: float) -> tuple[Work, ...]:
 
 @lru_cache(maxsize=1)
 def stage_kinds() -> Mapping[str, str]:
-    """Return kind of task -> the group in which it communicates ("": no group), for the experts' part, in order of
-    time.
-    """
+    """Return kind of task -> the group in which it communicates ("": none), for the experts' part, in time order."""
     shape = Shape(B=2, L=1, M=1, H=2, E=4, K=1, heads=1)
     # Two nodes of two ranks, with whole experts and with sharded ones, have all stages that there are.
     whole, sharded = Groups(4, 2, ep=4), Groups(8, 4, mp=2, esp=2, ep=4)
