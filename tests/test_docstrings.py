@@ -24,7 +24,6 @@ Return Route Run Save Scale Score Send Set Share Show Simulate Skip Split Start 
 Try Turn Undo Unpickle Update Use Validate Vote Wait Warn Watch Wrap Write Yield
 """
 VERBS = set(_WORDS.split())
-
 """The first words of functions' docstrings. A further one is a verb in the imperative that says more than "do"."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,9 +41,8 @@ def name_of(path: Path) -> str:
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_function_s_docstring_begins_with_a_verb(path: Path) -> None:
-    others = {
-        f"{each.lineno} {each.name}: {text.split()[0]}" for each, text in documented(path) if first(text) not in VERBS
-    }
+    words = {f"{each.lineno} {each.name}": first(text) for each, text in documented(path)}
+    others = {name: word for name, word in words.items() if word not in VERBS}
     assert others == {}
 
 
