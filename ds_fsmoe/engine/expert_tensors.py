@@ -111,7 +111,7 @@ class Build:
             self.own |= {f"{name}.{each}": part for each in weights}
 
     def draw(self, model: nn.Module, undrawn: set[str]) -> None:
-        """Initialise parameters by the model's own class; ranks with different experts draw different numbers.
+        """Initialize parameters by the model's own class; ranks with different experts draw different numbers.
 
         Args:
             model: a ``PreTrainedModel``.
