@@ -193,7 +193,7 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 524,
+    ".": 521,
     "checkpoint": 1369,
     "checkpoint_files": 1894,
     "checks": 473,

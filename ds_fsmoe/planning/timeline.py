@@ -72,10 +72,6 @@ class Timeline:
         """Return the ms in which a lane is at work."""
         return sum(span.end_ms - span.start_ms for span in self.spans if span.task.lane is lane)
 
-    def idle_ms(self, lane: Lane) -> float:
-        """Return the ms in which a lane is idle or waits."""
-        return self.makespan_ms - self.busy_ms(lane)
-
     def critical_path(self) -> tuple[Span, ...]:
         """Return the chain of tasks that the end waits for, first to last: each ended when the next one started."""
         if not self.spans:

@@ -363,7 +363,7 @@ def test_the_options_and_names_of_before_mean_todays(capsys) -> None:
     [
         (
             [*ON_TWO_NODES, "--alltoall", "twice"],
-            "--alltoall = 'twice': choose from flat, 2dh, node_dedup",
+            "--alltoall = 'twice': the choices are flat, 2dh, node_dedup",
         ),
         ([*ON_TWO_NODES, "--nodes", "1", "--expert-groups", "8"], "--expert-groups = 8: needs whole experts"),
         ([*ON_TWO_NODES, "--top-k", "4", "--routing", OLMOE], "has no layer of 64 experts and 4 choices per token"),

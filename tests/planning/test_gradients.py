@@ -197,7 +197,7 @@ def test_a_partition_is_the_same_every_time(solver: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mode": "adaptiv"}, "mode = 'adaptiv': the choices are off, dense_only, fixed_chunk, micro_ops, adapt"),
+        ({"mode": "adaptiv"}, "mode = 'adaptiv': did you mean 'adaptive'"),
         ({"solver": "ga"}, "solver = 'ga': the choices are dp, de"),
         ({"chunk_bytes": 0}, "chunk_bytes = 0: must be a whole number of at least 1"),
         ({"num_steps": 0}, "num_steps = 0"),

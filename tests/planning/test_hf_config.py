@@ -216,7 +216,7 @@ def test_an_unknown_family_is_answered_with_those_that_are_known() -> None:
 def test_a_file_that_is_none_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no file .*nowhere"):
         read_hf_config(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"has no config\.json: the choices are"):
+    with pytest.raises(ValueError, match=r"has no config\.json: give a config\.json, or a folder"):
         read_hf_config(tmp_path)
     for text, sentence in (("{", "cannot be read as JSON"), ("[]", "must be a JSON object")):
         (tmp_path / "config.json").write_text(text)

@@ -213,7 +213,7 @@ def test_a_plan_is_the_same_every_time_and_does_not_depend_on_what_was_planned_b
         ({"max_degree": 0}, "num_chunks.max = 0: must be a whole number from 1 to 256"),
         ({"max_degree": 2.5}, "num_chunks.max = 2.5: must be a whole number"),
         ({"max_degree": True}, "num_chunks.max = True: must be a whole number"),
-        ({"solver": "exakt"}, "solver = 'exakt': the choices are exact, slsqp"),
+        ({"solver": "exakt"}, "solver = 'exakt': did you mean 'exact'"),
         ({"host_ms": -1.0}, "host_ms = -1.0"),
         ({"host_ms": float("nan")}, "host_ms = nan"),
         ({"gradient_solver": "ga"}, "solver = 'ga': the choices are dp, de"),

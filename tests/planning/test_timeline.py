@@ -68,7 +68,6 @@ def test_a_timeline_keeps_its_laws(layout: str, contention: Contention, host_ms:
             alone_ms = sum(costs[schedule.tasks[i].kind].ms(schedule.tasks[i].size) for i in indices)
             assert alone_ms <= timeline.makespan_ms + 1e-9 or any(schedule.tasks[i].launches > 1 for i in indices)
             assert timeline.busy_ms(lane) <= timeline.makespan_ms + 1e-9
-            assert timeline.busy_ms(lane) + timeline.idle_ms(lane) == pytest.approx(timeline.makespan_ms)
         most = (1 + contention.links + contention.traffic) * (1 + contention.compute)
         for index, (task, span) in enumerate(zip(schedule.tasks, spans, strict=True)):
             assert all(span.start_ms >= spans[needed].end_ms - 1e-9 for needed in task.after)
