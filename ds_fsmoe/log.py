@@ -43,9 +43,19 @@ if not logger.handlers and not logging.getLogger().handlers:
     logger.propagate = False
 
 
+_shows_details = False
+
+
+def show_details(is_shown: bool) -> None:
+    """Set whether lines have their details, by the ``fsmoe.autotune.details`` of the engine made last."""
+    global _shows_details
+    _shows_details = is_shown
+
+
 def log_line(message: str, level: int = logging.WARNING, details: str = "") -> None:
-    """Log a message of at most 120 characters, and its details where ``"details": true`` or the level DEBUG asks."""
-    logger.log(level, f"{message}. {details}" if details and logger.isEnabledFor(logging.DEBUG) else message)
+    """Log a message of at most 120 characters, and its details where :func:`show_details` or the level DEBUG asks."""
+    is_long = details and (_shows_details or logger.isEnabledFor(logging.DEBUG))
+    logger.log(level, f"{message}. {details}" if is_long else message)
 
 
 def log_on_rank_0(message: str, level: int = logging.INFO, details: str = "") -> None:

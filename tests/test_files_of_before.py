@@ -26,7 +26,6 @@ from torch import nn
 
 import ds_fsmoe
 from ds_fsmoe.checkpoint.plan_state import ReadPlans, read_plans
-from ds_fsmoe.components.routing import ReplayedRouting
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.config.words import words_of
@@ -175,38 +174,6 @@ def test_plans_of_before_name_all_to_alls_as_they_did_then() -> None:
 def test_methods_and_records_of_before_have_their_names() -> None:
     assert FSMoEState.look_again is FSMoEState.recheck_chunking
     assert LayerRecord(fullest_primary=2.5).fullest_at_home == 2.5
-
-
-class GateOfBefore(ds_fsmoe.GateBase):
-    """A gate of a user that has the names of version 0.2.0 for what a layer sets on it."""
-
-    takes_given = True
-    says_entropy = True
-
-
-class GateOfAnInstance(ds_fsmoe.GateBase):
-    def __init__(self) -> None:
-        super().__init__()
-        self.takes_given = True
-
-
-def test_a_gate_of_a_user_may_have_the_names_of_before() -> None:
-    for kind in (GateOfBefore, GateOfAnInstance):
-        gate = kind()
-        assert gate.can_replay
-        assert gate.takes_given
-        gate.replayed = choice = ReplayedRouting()
-        assert gate.given is choice
-        gate.given = None
-        assert gate.replayed is None
-        gate.reports_entropy = False
-        assert not gate.says_entropy
-    assert GateOfBefore().reports_entropy
-    assert GateOfBefore.takes_given
-    assert not GateOfAnInstance().reports_entropy
-    assert not ds_fsmoe.GateBase().can_replay
-    assert ds_fsmoe.LinearGate(k=1).takes_given
-    assert ds_fsmoe.LinearGate.takes_given
 
 
 def values(found: Any) -> Iterator[Any]:

@@ -193,7 +193,7 @@ def test_made_up_tokens_of_the_autotuner_are_not_shown_to_hooks() -> None:
 def test_the_entropy_of_a_gate_with_hooks_is_known_too() -> None:
     layer = ds_fsmoe.MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=NUM_EXPERTS, k=2)
     inner, x_SM = layer.deepspeed_moe, torch.randn(9, WIDTH)
-    inner.gate.reports_entropy = True
+    inner.gate.says_entropy = True
     expected = inner.route(x_SM, None, None).entropy
     changes_the_weights(inner.gate, [])
     assert inner.route(x_SM, None, None).entropy == expected

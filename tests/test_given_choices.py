@@ -40,9 +40,9 @@ def kept(routing: Routing) -> dict[tuple[int, int], torch.Tensor]:
 
 
 def given_to(gate: Any, given: ReplayedRouting, *args: Any) -> Routing:
-    gate.replayed = given
+    gate.given = given
     routing = gate(*args)
-    gate.replayed = None
+    gate.given = None
     return routing
 
 
@@ -82,7 +82,7 @@ def test_stocks_gate_follows_its_formula_at_the_choice_that_is_given(k: int, dro
     weight_EM = torch.randn(E, M, dtype=torch.float64, requires_grad=True)
     given_KS = some_choice(k)
     settings = TopKSettings(k=k, capacity_factor=0.6, min_capacity=0, drop_tokens=drop_tokens, use_rts=k > 1)
-    routing = route_top_k(x_SM, weight_EM, settings, True, replayed=ReplayedRouting(given_KS))
+    routing = route_top_k(x_SM, weight_EM, settings, True, given=ReplayedRouting(given_KS))
     priority_SE = None
     if k == 1:
         # Who stays is as topk breaks ties: what the gate itself said.
@@ -115,7 +115,7 @@ def alike(first: Routing, second: Routing) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", [each for each in registry.known("gate") if registry.lookup("gate", each).can_replay])
+@pytest.mark.parametrize("name", [each for each in registry.known("gate") if registry.lookup("gate", each).takes_given])
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_its_own_choice_gives_the_same_decision_to_the_bit(name: str, k: int) -> None:
     gate, x_SM = make_gate(name, {"k": k, "capacity_factor": 0.7}, (S, E, M))

@@ -76,7 +76,7 @@ def test_a_layer_given_back_has_what_it_had_before_and_nothing_else() -> None:
     convert(layer, choose_parts(FSMoEBlock(), "cpu"))
     assert isinstance(layer.deepspeed_moe, FSMoELayer)
     assert attributes(layer) != before
-    layer.deepspeed_moe.gate.reports_entropy = True
+    layer.deepspeed_moe.gate.says_entropy = True
     run(layer)
     restore_stock(layer)
     assert [type(each) for each in layer.modules()] == classes

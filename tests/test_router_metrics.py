@@ -184,7 +184,7 @@ def test_every_gate_says_its_entropy_when_asked_and_only_then(name: str) -> None
     gate.build_once(7, 5)
     x_SM = torch.randn(11, 7)
     assert gate(x_SM).entropy is None
-    gate.reports_entropy = True
+    gate.says_entropy = True
     entropy = gate(x_SM).entropy
     assert 0 < float(entropy) <= math.log(5) + 1e-6
     assert not entropy.requires_grad
@@ -206,7 +206,7 @@ def test_no_counting_goes_on_where_nobody_listens() -> None:
     counted(metrics, gate)(torch.randn(11, 7))
     load = metrics.read({"L00": gate})["L00"]
     assert sum(load.tokens_E) == load.asked == 11
-    assert not gate.reports_entropy
+    assert not gate.says_entropy
     assert counted(metrics, gate) is gate
 
 

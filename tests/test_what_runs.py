@@ -15,7 +15,7 @@ import torch
 
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
-from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.log import log_on_rank_0, show_details
 from ds_fsmoe.offline.report.run_page import portable
 from tests.hurry import hurry
 from tests.logged import Said
@@ -152,16 +152,20 @@ def test_the_log_of_a_run_is_a_screen_of_short_lines(tuned_run: dict[str, Any]) 
     assert 10 < len(lines) <= 50
 
 
-def test_details_follow_a_line_only_where_they_are_asked_for() -> None:
+def test_details_follow_a_line_only_where_they_are_asked_for_and_the_level_stays_the_user_s() -> None:
     logger, said = logging.getLogger("ds_fsmoe"), Said()
     logger.addHandler(said)
     before = logger.level
-    for level in (logging.INFO, logging.DEBUG):
+    for level, is_shown in ((logging.INFO, False), (logging.DEBUG, False), (logging.INFO, True), (logging.ERROR, True)):
         logger.setLevel(level)
+        show_details(is_shown)
         log_on_rank_0("drift: a step took longer", details="Its largest difference is known")
+        assert logger.level == level
+    show_details(False)
     logger.setLevel(before)
     logger.removeHandler(said)
-    assert said.lines == ["drift: a step took longer", "drift: a step took longer. Its largest difference is known"]
+    long = "drift: a step took longer. Its largest difference is known"
+    assert said.lines == ["drift: a step took longer", long, long]
 
 
 # ---- pages of made-up runs

@@ -230,12 +230,12 @@ def _force_ours(to: Forced) -> None:
         @functools.wraps(method)
         def decides(self: Any, x_SM: Any, *args: Any, **kwargs: Any) -> Any:
             weight = getattr(self.wg, "weight", self.wg)
-            if self.replayed is None and self.training:
-                self.replayed = ReplayedRouting(to.choices(self, weight, len(x_SM), k_of(self)).t())
+            if self.given is None and self.training:
+                self.given = ReplayedRouting(to.choices(self, weight, len(x_SM), k_of(self)).t())
                 try:
                     return method(self, x_SM, *args, **kwargs)
                 finally:
-                    self.replayed = None
+                    self.given = None
             return method(self, x_SM, *args, **kwargs)
 
         return decides

@@ -27,51 +27,22 @@ from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.ops import REFERENCE, Ops
 
 
-class _NowCalled:
-    """Reads and sets an attribute by the name that it had in version 0.2.0.
-
-    Args:
-        name: its name today.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, gate: Any, kind: type) -> Any:
-        return getattr(kind if gate is None else gate, self.name)
-
-    def __set__(self, gate: Any, value: Any) -> None:
-        setattr(gate, self.name, value)
-
-
 class GateCallOptions:
     """Holds the options that a layer sets on its gate for the next call, whether the gate is ours or stock's."""
 
     ops: Ops = REFERENCE
     """The custom operators to use; the layer sets them."""
-    reports_entropy: bool = False
+    says_entropy: bool = False
     """The routing contains the entropy of its decisions."""
     needs_capacity: bool = True
     """Ranks must agree on a capacity that drops nothing. False for unpadded dispatch."""
-    can_replay: ClassVar[bool] = False
-    """Each token chooses its experts, so that a choice can be :attr:`replayed`."""
-    replayed: ReplayedRouting | None = None
+    takes_given: ClassVar[bool] = False
+    """Each token chooses its experts, so that a choice can be :attr:`given`."""
+    given: ReplayedRouting | None = None
     """The choice to replay in the next call, instead of the highest scores; the caller of the gate sets it. Weights,
     losses and random numbers are those of the call."""
     takes_width: int | None = None
     """M of the tokens; ``None`` before the gate is built."""
-
-    # A gate of a user may read, set or define these by their names of version 0.2.0.
-    says_entropy = _NowCalled("reports_entropy")
-    takes_given = _NowCalled("can_replay")
-    given = _NowCalled("replayed")
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        for old, alias in vars(GateCallOptions).items():
-            if isinstance(alias, _NowCalled) and old in vars(cls):
-                setattr(cls, alias.name, vars(cls)[old])
-                delattr(cls, old)
 
 
 class GateBase(GateCallOptions, nn.Module):

@@ -92,7 +92,7 @@ class TokenChoiceGate(SettingsGate):
         torch.Size([2, 6])
     """
 
-    can_replay = True
+    takes_given = True
     Settings: ClassVar[type[ChoiceSettings]] = ChoiceSettings
     settings: ChoiceSettings
 
@@ -143,11 +143,11 @@ class TokenChoiceGate(SettingsGate):
             preference_SE = scores.logits_SE if scores.preference_SE is None else scores.preference_SE
             num_tokens, num_experts = preference_SE.shape
             capacity = first_capacity(num_tokens, num_experts, settings, self.training)
-            slots = best_slots(self.ops, preference_SE.detach(), settings.k, capacity, used_S, self.replayed)
+            slots = best_slots(self.ops, preference_SE.detach(), settings.k, capacity, used_S, self.given)
             if settings.drop_tokens and settings.drop_policy == "probs":
                 affinity_KS = scores.affinity_SE.detach().gather(1, slots.experts_KS.t()).t()
                 slots = self.ops.take_slots(slots.experts_KS, num_experts, capacity, used_S, "score", affinity_KS)
-            slots, capacity = last_capacity(slots, capacity, settings, group, self.needs_capacity, self.replayed)
+            slots, capacity = last_capacity(slots, capacity, settings, group, self.needs_capacity, self.given)
             weights_KS = self.weigh(scores, slots.experts_KS.t()).t()
             is_dropped_KS = slots.slots_KS == num_experts * capacity
             return Routing(
@@ -157,7 +157,7 @@ class TokenChoiceGate(SettingsGate):
                 counts_E=slots.counts_E,
                 capacity=capacity,
                 num_experts=num_experts,
-                entropy=entropy_of(scores.affinity_SE, used_S) if self.reports_entropy else None,
+                entropy=entropy_of(scores.affinity_SE, used_S) if self.says_entropy else None,
                 experts_KS=slots.experts_KS,
             )
 

@@ -75,7 +75,7 @@ from ds_fsmoe.layer.parts import choose_parts
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.layer.state import ConvertedLayer
 from ds_fsmoe.layer.stock_layer import facts_of_experts
-from ds_fsmoe.log import log_on_rank_0, logger
+from ds_fsmoe.log import log_on_rank_0, show_details
 from ds_fsmoe.observing.step_timer import StepClock
 from ds_fsmoe.planning.decide.plan import mode_of
 from ds_fsmoe.tuning.when import needs_numbers, settled
@@ -333,8 +333,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             log_on_rank_0(sentence, level)
         asked = read_block(self.config)
         block, untuned = settled(asked, self.config, dist.get_world_size())
-        if block.autotune.details:
-            logger.setLevel(logging.DEBUG)
+        show_details(block.autotune.details)
         experts = find_experts(model)
         stock = find_layers(model, bool(experts))
         stage_size, stage_group, num_stages = dist.get_world_size(), None, None

@@ -216,7 +216,7 @@ class RoutingData:
 
     def _check_gates(self) -> None:
         for layer in self._layers.values():
-            if not isinstance(layer, FSMoEExperts) and not getattr(layer.gate, "can_replay", False):
+            if not isinstance(layer, FSMoEExperts) and not getattr(layer.gate, "takes_given", False):
                 raise ReplayError(
                     f"{layer.fsmoe.path}: the choices of a {type(layer.gate).__name__} cannot be replaced; use a "
                     'gate in which each token chooses (a TokenChoiceGate, DeepSpeed\'s, or "topk")'

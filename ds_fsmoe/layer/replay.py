@@ -424,19 +424,19 @@ def remembering(route: Gate, gate: Any, layer: object, replayed: ReplayedRouting
         layer: the layer, as a key.
         replayed: the choice to replay.
     """
-    can_take = isinstance(gate, GateBase) or getattr(gate, "can_replay", False)
+    can_take = isinstance(gate, GateBase) or getattr(gate, "takes_given", False)
     replayed = replayed if can_take else None
     if replayed is None and not is_kept():
         return route
 
     def routed(*args: Any) -> RoutingBase:
         if replayed is not None:
-            gate.replayed = replayed
+            gate.given = replayed
         try:
             routing = route(*args)
         finally:
             if replayed is not None:
-                gate.replayed = None
+                gate.given = None
         keep(layer, routing.given() if can_take else None)
         return routing
 

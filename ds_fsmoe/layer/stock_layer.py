@@ -235,7 +235,7 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
     module only for its hooks; otherwise it uses :meth:`decide`.
     """
 
-    can_replay: ClassVar[bool] = True
+    takes_given: ClassVar[bool] = True
     _decided: Routing | None = None
 
     @property
@@ -281,8 +281,8 @@ class FSMoEGate(GateCallOptions, StockTopKGate):
         """
         needs_capacity = with_capacity or self.needs_capacity
         with _timed(self, TOPK_GATE_TIMER, "gate_time") if self.wall_clock_breakdown else nullcontext():
-            options = {"ops": self.ops, "reports_entropy": self.reports_entropy, "needs_capacity": needs_capacity}
-            options |= {"replayed": self.replayed}
+            options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": needs_capacity}
+            options |= {"given": self.given}
             settings = gate_settings(self)
             return route_top_k(x_SM, self.wg.weight, settings, self.training, used_token_S, group, **options)
 

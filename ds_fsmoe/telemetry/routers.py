@@ -210,8 +210,8 @@ class RouterMetrics:
     def _set_listening(self, gates: Mapping[str, Any], is_listening: bool) -> None:
         self.is_listening = is_listening
         for gate in gates.values():
-            if hasattr(gate, "reports_entropy"):
-                gate.reports_entropy = is_listening
+            if hasattr(gate, "says_entropy"):
+                gate.says_entropy = is_listening
 
     def watch_call(self, call: LayerCall) -> None:
         """Count the decisions of a call in training, while counting is on: an instrument."""

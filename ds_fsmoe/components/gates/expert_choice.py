@@ -109,10 +109,10 @@ class ExpertChoiceGate(GateBase):
             capacity = dropless_capacity(torch.tensor([num_taken], device=x_SM.device), group)
 
         eligible_SE = scores_SE if used_S is None else scores_SE.masked_fill(~used_S.unsqueeze(1), float("-inf"))
-        if self.replayed is None or self.replayed.tokens_R is None:
+        if self.given is None or self.given.tokens_R is None:
             tokens_ET = torch.topk(eligible_SE.detach(), num_taken, dim=0, sorted=False).indices.t()
         else:
-            tokens_ET = self.replayed.tokens_R.view(num_experts, -1)[:, :num_taken]
+            tokens_ET = self.given.tokens_R.view(num_experts, -1)[:, :num_taken]
         is_token_ET = tokens_ET < num_tokens
         tokens_ET = tokens_ET.clamp(max=max(0, num_tokens - 1))
         weights_ET = scores_SE.t().gather(1, tokens_ET)
@@ -132,5 +132,5 @@ class ExpertChoiceGate(GateBase):
             counts_E=counts_E,
             capacity=capacity,
             num_experts=num_experts,
-            entropy=entropy_of(scores_SE, used_S) if self.reports_entropy else None,
+            entropy=entropy_of(scores_SE, used_S) if self.says_entropy else None,
         )

@@ -91,6 +91,6 @@ class SoftMoEGate(GateBase):
             capacity=self.slots_per_expert,
             num_experts=num_experts,
             entropy=entropy_of(combine_SR.unflatten(1, (num_experts, -1)).sum(dim=2), used_S)
-            if self.reports_entropy
+            if self.says_entropy
             else None,
         )

@@ -82,7 +82,7 @@ class LinearGate(SettingsGate):
         torch.Size([2, 6])
     """
 
-    can_replay = True
+    takes_given = True
     Settings = TopKSettings
     settings: TopKSettings
 
@@ -99,8 +99,8 @@ class LinearGate(SettingsGate):
         used_token_S: torch.Tensor | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Routing:
-        options = {"ops": self.ops, "reports_entropy": self.reports_entropy, "needs_capacity": self.needs_capacity}
-        options |= {"replayed": self.replayed}
+        options = {"ops": self.ops, "says_entropy": self.says_entropy, "needs_capacity": self.needs_capacity}
+        options |= {"given": self.given}
         return route_top_k(x_SM, self.wg.weight, self.settings, self.training, used_token_S, group, **options)
 
 
@@ -112,9 +112,9 @@ def route_top_k(
     used_token_S: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     ops: Ops = REFERENCE,
-    reports_entropy: bool = False,
+    says_entropy: bool = False,
     needs_capacity: bool = True,
-    replayed: ReplayedRouting | None = None,
+    given: ReplayedRouting | None = None,
 ) -> Routing:
     """Route tokens by a router matrix: score, choose and drop, as a function for modules that own the matrix.
 
@@ -126,9 +126,9 @@ def route_top_k(
         used_token_S: [S], nonzero for tokens that take part (others take no slot); ``None`` means all.
         group: the ranks over which a dropless capacity is agreed.
         ops: the operators to use.
-        reports_entropy: whether the routing contains the router's entropy.
+        says_entropy: whether the routing contains the router's entropy.
         needs_capacity: see :attr:`~ds_fsmoe.components.gate.GateBase.needs_capacity`.
-        replayed: the choice to replay, of k experts for each token.
+        given: the choice to replay, of k experts for each token.
 
     Raises:
         ValueError: a mask of another length than the tokens.
@@ -145,8 +145,8 @@ def route_top_k(
     num_experts = probs_SE.shape[1]
     capacity = first_capacity(*probs_SE.shape, settings, training)
     choose = {1: _choose_1, 2: _choose_2}.get(settings.k, _choose_more)
-    slots, aux_loss = choose(logits_SE, probs_SE, settings, capacity, used_S, ops, replayed)
-    slots, capacity = last_capacity(slots, capacity, settings, group, needs_capacity, replayed)
+    slots, aux_loss = choose(logits_SE, probs_SE, settings, capacity, used_S, ops, given)
+    slots, capacity = last_capacity(slots, capacity, settings, group, needs_capacity, given)
     expert_SK = slots.experts_KS.t()
     weights_KS = probs_SE.gather(1, expert_SK).t().masked_fill(slots.slots_KS == num_experts * capacity, 0.0)
     smallest = torch.finfo(probs_SE.dtype).eps
@@ -165,7 +165,7 @@ def route_top_k(
         slots.counts_E,
         capacity,
         num_experts,
-        entropy_of(probs_SE, used_S) if reports_entropy else None,
+        entropy_of(probs_SE, used_S) if says_entropy else None,
         slots.experts_KS,
     )
 
