@@ -168,5 +168,5 @@ def test_a_name_of_the_hub_is_looked_up_by_transformers(monkeypatch, capsys) -> 
 def test_a_path_is_not_looked_up(monkeypatch) -> None:
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("looked up"))
     for path in ("nowhere/config.json", "/no/such/folder", "a/b/c"):
-        with pytest.raises(ValueError, match="there is no such file or folder: the choices are"):
+        with pytest.raises(ValueError, match="there is no such file or folder: give a config"):
             plan_model.model_of(argparse.Namespace(hf_config=path, model=None))

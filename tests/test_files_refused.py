@@ -81,7 +81,7 @@ def cases_of(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
     pipe(run / "routing" / "rank_00000.0000.npy")
     found["run with a recording: pipe"] = ("report", str(run)), "is not a regular file"
     found["loads: pipe"] = (*loads, pipe(folder / "loads.json")), "is not a regular file"
-    found["cluster: pipe"] = (*PLAN, pipe(folder / "cluster.json")), "there is no such file"
+    found["cluster: pipe"] = (*PLAN, pipe(folder / "cluster.json")), "no cluster or file"
     found["model: pipe"] = (*PLAN, "testbed_a", "--model", pipe(folder / "model.json")), "there is no file"
 
     for exponent in (9, 13):

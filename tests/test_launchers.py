@@ -183,7 +183,7 @@ def test_a_job_that_accelerate_takes_for_several_is_warned_of(monkeypatch: pytes
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     assert accelerate_warnings(1) == []
-    assert "counts 1 process(es), and this job has 2 ranks" in accelerate_warnings(2)[0]
+    assert "Accelerate counts 1 process(es) in a job of 2 ranks" in accelerate_warnings(2)[0]
     monkeypatch.setitem(state.PartialState._shared_state, "num_processes", 2)
     assert accelerate_warnings(2) == []
     monkeypatch.delitem(sys.modules, "accelerate.state")

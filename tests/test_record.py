@@ -187,7 +187,7 @@ def test_a_run_that_was_killed_is_read_as_far_as_it_goes(folder: Path, runs: dic
 
 def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(NoRunError, match=r"no run has been recorded here.*it has notes.txt.*record"):
+    with pytest.raises(NoRunError, match=r"no run has been recorded here.*found: notes.txt.*record"):
         read_run(tmp_path)
     with pytest.raises(NoRunError, match="nowhere: no such folder"):
         read_run(tmp_path / "nowhere")

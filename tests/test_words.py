@@ -126,7 +126,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
     ("written", "sentence"),
     [
         ({"pipeline_degree": {"forwards": 2}}, "fsmoe.pipeline_degree.forwards: unknown key; did you mean 'forward'?"),
-        ({"wires": {"combine": "fp4"}}, "fsmoe.wires.combine = \"fp4\": must be 'model' or 'fp8'"),
+        ({"wires": {"combine": "fp4"}}, "fsmoe.wires.combine = \"fp4\": unknown value; did you mean 'fp8'"),
         ({"wire": "fp8"}, "fsmoe.wire: unknown key; did you mean 'comm_dtype'?"),
         ({"splitbatch": "on"}, "fsmoe.splitbatch: unknown key; did you mean 'two_batch_overlap'?"),
         ({"dispatch": "row"}, "fsmoe.dispatch = \"row\": must be 'auto', 'unpadded' or 'padded'"),

@@ -80,7 +80,7 @@ def facts_of_tensor_parallel(layers: dict[str, StockMoE], mpu: Any) -> dict[str,
     name."""
     facts = {
         "mpu: tensor-parallel ranks, pipeline stages": str(sizes_of_mpu(mpu)),
-        "mpu: tensor-parallel ranks are neighbours": str(has_neighbours(mpu)),
+        "mpu: tensor-parallel ranks of a group are consecutive": str(has_neighbours(mpu)),
     }
     return facts | {
         f"{name}: {field}": str(value)
