@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import re
 import sys
 from collections.abc import Sequence
 
@@ -55,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, unknown = parser.parse_known_args(arguments)
     try:
         if unknown:
-            options = sorted(set(re.findall(r"--[a-z][\w-]+", args.parser.format_help())))
+            options = [
+                name for each in args.parser._actions if each.help != argparse.SUPPRESS for name in each.option_strings
+            ]
             remedy = suggested(unknown[0].partition("=")[0], options, f"run {args.parser.prog} --help for all options")
             raise ValueError(f"{unknown[0]}: unknown argument; {remedy}")
         return args.run(args)

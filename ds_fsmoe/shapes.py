@@ -143,6 +143,7 @@ def sentences(
     """
     found: dict[str, list[str]] = {}
     nearest: dict[str, str] = {}
+    lines: list[str] = []
     ends: dict[str, str] = {}
     listed = set()
     for each in error.errors(include_url=False)[:_MOST_ERRORS]:
@@ -154,8 +155,10 @@ def sentences(
             parent = ".".join(map(str, [*root, *location[:-1]]))
             words = known_keys(shape_at(shape, location[:-1]))
             described = "" if parent in listed else musts.get(parent)
-            found[unknown_key(parent, location[-1], words, elsewhere(path), described)] = []
-            listed.add(parent)
+            sentence = unknown_key(parent, location[-1], words, elsewhere(path), described)
+            found[sentence] = []
+            if "did you mean" not in sentence:
+                listed.add(parent)
             continue
         if kind in ("missing", "value_error"):
             start = f"{path}: " if path else ""
@@ -170,16 +173,19 @@ def sentences(
         if kind == "literal_error":
             choices = re.findall(r"'([^']+)'", each["ctx"]["expected"])
             if isinstance(each["input"], str) and (close := difflib.get_close_matches(each["input"], choices, n=1)):
-                nearest[start] = f"{start.removesuffix('must be ')}unknown value; did you mean {close[0]!r}?"
+                nearest[start] = f"did you mean {close[0]!r}?"
             found[start] = [musts[path]] if path in musts else found[start]
         example = example_of(field_at(shape, location)) if kind.endswith("_type") else None
         if example is not None:  # of another kind, so one of the right kind says more
             example = example[0] if isinstance(location[-1], int) else example
             ends.setdefault(start, f", for example {shown(example)}")
-    return [
-        nearest.get(start) or start + " or ".join(dict.fromkeys(either)) + ends.get(start, "")
-        for start, either in found.items()
-    ]
+    for start, either in found.items():
+        must = start + " or ".join(dict.fromkeys(either)) + ends.get(start, "")
+        if start in nearest:  # which says more than all choices of a word
+            must = f"{start.removesuffix('must be ')}unknown value" if len(either) == 1 else must
+            must = f"{must}; {nearest[start]}"
+        lines.append(must)
+    return lines
 
 
 def unknown_key(

@@ -381,9 +381,17 @@ def test_an_impossible_option_is_refused_by_name(gate_class: type, options: dict
 @pytest.mark.parametrize(
     ("gate", "order", "sentence"),
     [
-        (SoftMoEGate(), SimpleOrder(), "SimpleOrder: cannot read the DenseRouting that SoftMoEGate returns; use the order 'dense'"),
+        (
+            SoftMoEGate(),
+            SimpleOrder(),
+            "cannot read the DenseRouting that SoftMoEGate returns; use the order 'dense'",
+        ),
         (SoftMoEGate(), EinsumOrder(), "EinsumOrder: cannot read the DenseRouting"),
-        (ExpertChoiceGate(), DenseOrder(), "cannot read the SlotRouting that ExpertChoiceGate returns; use the order 'sparse'"),
+        (
+            ExpertChoiceGate(),
+            DenseOrder(),
+            "cannot read the SlotRouting that ExpertChoiceGate returns; use the order 'sparse'",
+        ),
         (LinearGate(), DenseOrder(), "cannot read the Routing that LinearGate returns; use the order 'sparse'"),
     ],
     ids=lambda each: each if isinstance(each, str) else type(each).__name__,

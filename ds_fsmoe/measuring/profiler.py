@@ -267,9 +267,8 @@ def profile(
     subject: ProfiledLayer,
     lanes: Lanes,
     schedule: Schedule,
-    others: dict[str, Timeable] | None = None,
 ) -> LayerProfile:
-    """Time a layer's experts and its other operations, except collectives of tokens: see :func:`time_links`.
+    """Time the computation of a layer's experts; collectives of tokens: see :func:`time_links`.
 
     Collective; random numbers and buffers are left as they were.
 
@@ -278,7 +277,6 @@ def profile(
         subject: the layer.
         lanes: the lanes on which it runs.
         schedule: a schedule of such a layer in several chunks; the cost of handing out its tasks is timed.
-        others: operations that are timed after the experts, by name: the gate, the order, the sums of gradients.
 
     Raises:
         MeasuringError: on every rank, if one has failed.
@@ -293,7 +291,7 @@ def profile(
             for name, (prepare, size_of_one, unit) in table.items()
             if name in subject.computations
         }
-        operations = measuring.timings(work | (others or {}))
+        operations = measuring.timings(work)
         drew = measuring.number(
             f"random numbers drawn by experts {of_kind}", lambda: float(watch.any_rank(draws.has_drawn))
         )

@@ -118,7 +118,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     path, data = read_cluster_file(name_or_path)
     if wrong := wrong_in(data, ClusterFile):
         # A misspelt key explains why another one is missing.
-        first = next((each for each in wrong if "unknown key" in each), wrong[0])
+        first = next((each for each in wrong if "did you mean" in each), wrong[0])
         raise ValueError(f"cluster file {path}: {first}")
     return cluster_from_json(data, path.stem)
 

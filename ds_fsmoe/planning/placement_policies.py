@@ -164,7 +164,8 @@ def policy(name: str) -> Policy:
         try:
             found = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError, ValueError) as error:
-            reason = f"cannot be imported: {error}; write it as package.module.name"
+            is_wrong_name = isinstance(error, AttributeError) or module.startswith(getattr(error, "name", None) or " ")
+            reason = f"cannot be imported: {error}{'; write it as package.module.name' if is_wrong_name else ''}"
         else:
             if callable(found):
                 return found

@@ -169,12 +169,14 @@ def _layers(
     for kind in largest:
         block = BlockPlan(_HOST_DEGREE, running.links)
         schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
-        others = _gate_and_order(measuring.watch, kind) | _sums_of_gradients(kind, reduction)
         with gathered(kind.subject.experts.parameters):
-            measured = profile(measuring, kind.subject, running.lanes, schedule, others)
+            measured = profile(measuring, kind.subject, running.lanes, schedule)
+        others = measuring.timings(_gate_and_order(measuring.watch, kind) | _sums_of_gradients(kind, reduction))
         for name, option in kind.options.items():
             of_links = {each: links.timings[option.subject.link_name(each)] for each in option.subject.links}
-            profiles[kind.subject.kind, name] = replace(measured, operations={**of_links, **measured.operations})
+            profiles[kind.subject.kind, name] = replace(
+                measured, operations={**of_links, **measured.operations, **others}
+            )
     if not largest or is_serial(running.lanes):
         return profiles, links, Slowdowns({})
     heaviest = max(largest, key=lambda kind: kind.subject.measured_capacity * kind.subject.sizes.width)

@@ -99,9 +99,9 @@ def _known(model_type: Any, source: str) -> Family:
         raise ValueError(f"{source}: model_type = {json.dumps(model_type)}: cannot be planned: {UNREAD[model_type]}")
     if model_type not in _FAMILY_OF:
         known = sorted(_FAMILY_OF)
-        listed = f"the choices are {', '.join(known)}; or give the sizes as options (--layers, --width, ...)"
         raise ValueError(
-            f"{source}: model_type = {json.dumps(model_type)}: unknown family: {suggested(model_type, known, listed)}"
+            f"{source}: model_type = {json.dumps(model_type)}: unknown family: {suggested(model_type, known)}; or give "
+            "the sizes as options (--layers, --width, ...)"
         )
     return _FAMILY_OF[model_type]
 
