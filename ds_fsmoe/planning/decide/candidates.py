@@ -74,7 +74,7 @@ class Search:
         return [best, *others, stock]
 
     def late(self, plan: ModelPlan) -> ModelPlan:
-        """Return a plan with all its gradients after the backward, or the plan itself where it may not send them so."""
+        """Return the plan with all gradients sent after the backward; the plan itself if that is not allowed."""
         return next(iter(self._plans("late", near=(plan, plan, plan))), plan)
 
     def stock(self) -> ModelPlan:

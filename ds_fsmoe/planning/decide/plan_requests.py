@@ -30,7 +30,7 @@ MIN_GAIN = 0.03
 TRIED_DEGREES = (1, 2, 3, 4)
 """The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
 TWO_BATCH_DEGREES = (1, 2)
-"""The numbers of chunks of a half to try besides."""
+"""The numbers of chunks of a sub-batch to try besides."""
 IN_MOE = (1.0, 0.5, 0.0)
 """Shares of gradients to try inside the MoE part of the next layer."""
 OTHER_MODES: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
@@ -212,10 +212,10 @@ class PlanRequest:
     """The all-to-all of each layer; ``None``: another than the first is taken where it gains more than
     :data:`MIN_GAIN`, in halves for all layers that have it."""
     orders: Sequence[Orders] | None = None
-    """The way to run each layer, in halves to the letter; ``None``: as the space has it."""
+    """The way to run each layer, in sub-batches exactly so; ``None``: as the space has it."""
     is_two_batch: bool = False
     degree: Degree = None
-    """The chunks of each half, where a layer has a way with so many."""
+    """The chunks of each sub-batch, where a layer has a way with so many."""
     sending: Sending = "placed"
     """The rule by which gradients get into windows."""
 
