@@ -33,10 +33,10 @@ class Search:
         """Return the first plan, which has whole micro-batches, or the first one with two-batch overlap if that
         gains enough.
         """
-        whole, halves = plans[0], next((each for each in plans if each.is_two_batch), None)
-        if halves is None or self.planner.step_ms(halves) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
+        whole, two_batch = plans[0], next((each for each in plans if each.is_two_batch), None)
+        if two_batch is None or self.planner.step_ms(two_batch) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
             return whole
-        return halves
+        return two_batch
 
     def whole(self) -> ModelPlan:
         """Return the fastest plan without two-batch overlap."""
