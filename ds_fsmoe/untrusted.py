@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import IO, Any
 
 MOST_LAYERS = 1_000
-"""The layers of a model."""
+"""The most layers of a model that a file may name."""
 MOST_EXPERTS = 65_536
-"""The experts of a layer."""
+"""The most experts of a layer."""
 MOST_WIDTH = 1 << 20
-"""The width of a model, of an expert, or of all heads."""
+"""The greatest width of a model, of an expert, or of all heads."""
 MOST_PARAMETERS = 10**15
-"""The parameters of a model."""
+"""The most parameters of a model."""
 MOST_POSITIONS = 1 << 30
-"""The positions of a sample, and the tokens of a vocabulary."""
+"""The most positions of a sample, and the most tokens of a vocabulary."""
 MOST_RANKS = 1 << 20
-"""The ranks of a job, and the GPUs of a cluster."""
+"""The most ranks of a job, and the most GPUs of a cluster."""
 MOST_BYTES = 64 << 20
-"""The bytes of a file that describes something: a model, a cluster, a placement."""
+"""The most bytes of a file that describes something: a model, a cluster, a placement."""
 MOST_RUN_BYTES = 1 << 30
-"""The bytes of a file that grows with the steps of a run."""
+"""The most bytes of a file that grows with the steps of a run."""
 
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _MARGIN_BYTES = 1 << 20

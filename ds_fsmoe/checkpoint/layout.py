@@ -194,7 +194,13 @@ class Comparison:
 
 
 def check_model(engine: Any, place: Path, manifest: Manifest, parts: Mapping[str, PartSizes]) -> None:
-    """Check that a checkpoint has the stages and the MoE layers of this job's model, whose parts are given.
+    """Raise if a checkpoint has other stages or MoE layers than the model.
+
+    Args:
+        engine: our engine.
+        place: the folder of the tag.
+        manifest: the checkpoint's manifest.
+        parts: the model's experts that are spread over ranks.
 
     Raises:
         CheckpointError: its stages or layers differ.

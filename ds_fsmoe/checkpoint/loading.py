@@ -157,7 +157,11 @@ class Relaid:
         return found
 
     def _optimized(self) -> dict[str, Any]:
-        """Return this rank's pieces of optimized parameters; their states are loaded afterwards."""
+        """Return the optimizer's state dict, with this rank's pieces of the parameters as ``FLAT``.
+
+        Raises:
+            CheckpointError: ZeRO 3 weights are swapped out.
+        """
         groups = live_groups(self._engine)
         if groups is None:
             raise CheckpointError(

@@ -61,14 +61,14 @@ _OF_TENSOR_PARALLEL_STAGES = re.compile(r"layer_\d+-model_.*_states\.pt")
 
 
 class Whole:
-    """Reads one tag of a checkpoint in pieces.
+    """Reads the parameters of one tag as whole tensors, or ranges of them, however the files split them.
 
     Names are the model's own, with experts numbered from 0 to E - 1.
 
     Args:
         place: the folder of the tag.
         trusted: see :func:`~ds_fsmoe.checkpoint_files.reading.read_file`.
-        stage: the pipeline stage whose values are returned if several stages have one name.
+        stage: the pipeline stage that is read where several stages have a parameter of one name.
         index: reads the index of the optimizer states of a folder, given its manifest.
 
     Attributes:
@@ -78,7 +78,7 @@ class Whole:
         index: the places of the optimizer's states; ``None`` if there is no index.
         parts: the parameters that were spread over ranks, as experts of Hugging Face models are.
         is_shared_out: True if ZeRO 3 has saved it, with the weights in pieces.
-        main_files: the file of each pipeline stage with the data of no single rank; without stages, one.
+        main_files: the file of each pipeline stage with data that is not specific to a rank; without stages, one.
         num_stages: the number of pipeline stages.
 
     Raises:
@@ -202,7 +202,7 @@ class Whole:
 
     @property
     def dense_files(self) -> set[str]:
-        """Return the files with parameters of no single rank, together with DeepSpeed's data of each stage."""
+        """Return the files with parameters that are not specific to a rank, and with DeepSpeed's data of each stage."""
         stages = () if self.manifest is None else self.manifest.stages
         return {*self.main_files, *(file for stage in stages for file in stage.files)}
 
@@ -216,7 +216,7 @@ class Whole:
         Raises:
             CheckpointError: there is no such parameter.
         """
-        if self._was(name, None) is None and not self._is_partitioned(name):
+        if self._first_saved_part(name, None) is None and not self._is_partitioned(name):
             return self._weights_of(self._saved_name(name, 0))
         return self.part(name, None)
 
@@ -274,7 +274,7 @@ class Whole:
             item, rounded = None, torch.float32
         if item is not None:
             name = self._optimized(name)
-        was = self._was(name, here)
+        was = self._first_saved_part(name, here)
 
         def saved(number: int, start: int, count: int) -> Iterator[Source]:
             return self._saved(self._saved_name(name, number), item, start, count, rounded)
@@ -283,26 +283,29 @@ class Whole:
             return saved(0, first, size)
         return elements_of_part(was, here or was.all_of_it(), self._shape(name), first, size, saved)
 
-    def _was(self, name: str, here: ExpertPart | None) -> ExpertPart | None:
-        """Return the first saved part of a parameter; ``None`` if it is whole in the files and here."""
+    def _first_saved_part(self, name: str, wanted: ExpertPart | None) -> ExpertPart | None:
+        """Return the first saved part of a parameter; ``None`` if it is whole in the files and ``wanted`` whole."""
         if name in self._first:
             return self._first[name]
         expert = expert_name(name)
         num_shards = 1 if expert is None else self._numbering_of(expert).esp
         if expert is None or num_shards == 1:
-            return None if here is None else here.all_of_it()
+            return None if wanted is None else wanted.all_of_it()
         cuts = self._shard_dims.get(expert.layer)
         if not cuts:
             raise CheckpointError(
                 f"{self.place} does not contain the dimension along which {name} is split into its {num_shards} shards"
             )
-        # What is not named is no parameter, but a buffer.
+        # Only parameters are listed in `cuts`; anything else is a buffer, which every shard has whole.
         return of_one_expert(cuts.get(expert.parameter, "whole"), 0, num_shards)
 
     def _shape(self, name: str) -> tuple[int, ...]:
         """Return the whole shape of a parameter or buffer; for an expert of DeepSpeed's it begins with a 1."""
         if name not in self._shapes:
-            was, shape = self._was(name, None), tuple(self._shape_of(self._optimized(self._saved_name(name, 0))))
+            was, shape = (
+                self._first_saved_part(name, None),
+                tuple(self._shape_of(self._optimized(self._saved_name(name, 0)))),
+            )
             shape = shape if expert_name(name) is None else (1, *shape)
             self._shapes[name] = shape if was is None else was.whole_shape(shape)
         return self._shapes[name]
@@ -318,7 +321,7 @@ class Whole:
         found = self._optimized(saved)
         if not self._saved_states.has(found, MASTER):
             return self._saved_states.sources(found, WEIGHTS, first, size, dtype)
-        # In the data type of the job.
+        # Weights come in the dtype in which the job trained.
         own = torch.float32 if self.manifest is None else getattr(torch, self.manifest.sizes.dtype)
         return self._saved_states.sources(found, MASTER, first, size, dtype or own)
 
@@ -359,7 +362,7 @@ class Whole:
         return places.get(self._stage) or next(iter(places.values()), (self.main_files[0], ("module", saved)))
 
     def _places_of(self, saved: str) -> dict[int, tuple[str, Keys]]:
-        """Return stage -> (file, keys in it), for parameters of no single rank."""
+        """Return stage -> (file, keys in it), for parameters that are not specific to a rank."""
         return {stage: each[saved] for stage, each in self._dense.items() if saved in each}
 
     def check_shared(self) -> None:
@@ -378,7 +381,7 @@ class Whole:
                 )
 
     def _dense_places(self, renamed: Mapping[str, str] | None) -> dict[int, dict[str, tuple[str, Keys]]]:
-        """Return stage -> name -> (file, keys in it), for data of no single rank.
+        """Return stage -> name -> (file, keys in it), for data that is not specific to a rank.
 
         Args:
             renamed: name -> name in the file, where they differ.

@@ -29,7 +29,7 @@ from ds_fsmoe.observing.instruments import Gate, LayerCall
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Describes the first call of a layer."""
+    """Describes the first call of a layer, from which its kept memory is estimated."""
 
     experts: ExpertSet
     forms: tuple[ManualExpert | None, ...]
@@ -262,7 +262,10 @@ def describe(kept: Iterable[SavedBytes], otherwise: Iterable[SavedBytes], recomp
 
 
 def _in_words(each: Iterable[SavedBytes]) -> str:
-    """Return the sum of layers, which does not include the graphs that autograd keeps of single experts."""
+    """Return the total memory of the layers as text in MB.
+
+    Graphs that autograd keeps for single experts are counted as unknown.
+    """
     total = sum(each, SavedBytes(0, 0, 0, 0))
     graphs = f" and unknown MB of {total.num_graphs} expert(s)" if total.num_graphs else ""
     return f"{total.total / 1e6:.4g} MB{graphs}"

@@ -163,10 +163,7 @@ class TokenChoiceGate(SettingsGate):
 
 
 def first_capacity(num_tokens: int, num_experts: int, settings: CapacitySettings, training: bool) -> int:
-    """Return the capacity C by the factor of the phase; S, which fits all tokens, where none is dropped.
-
-    :func:`last_capacity` reduces the latter to the agreed capacity.
-    """
+    """Return C from the capacity factor; if nothing is dropped, return S, which :func:`last_capacity` reduces."""
     if not settings.drop_tokens:
         return num_tokens
     return dropping_capacity(num_tokens, num_experts, settings.factor(training) * settings.k, settings.min_capacity)

@@ -192,7 +192,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
 
     @torch._disable_dynamo(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run DeepSpeed's forward, with the trace and the comparison of ranks at the start of a step."""
+        """Run DeepSpeed's forward; at the start of a step, begin a trace if one is due, and check that ranks agree on
+        how layers run."""
         if self.fsmoe.running.is_over:
             return super().forward(*inputs, **kwargs)
         clock = self._begin_forward()

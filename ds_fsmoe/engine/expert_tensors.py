@@ -286,7 +286,7 @@ class OwnRange:
 
 @contextmanager
 def _opened(modeling: ModuleType, files: list[str] | None, load_config: Any) -> Iterator[dict[str, Any]]:
-    """Open files; yield name -> tensor or slice, which is read where it is indexed."""
+    """Yield name -> tensor; safetensors are read only when indexed."""
     found: dict[str, Any] = {}
     with ExitStack() as stack:
         for file in files or ():

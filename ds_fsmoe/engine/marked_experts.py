@@ -247,7 +247,7 @@ def mark_experts(model: nn.Module) -> Callable[[], None]:
     handles = [handle for each in model.modules() for handle in _guard(each)]
     if spread:
         gather_experts_whole()
-        _save_whole()
+        _refuse_to_save_parts()
 
     def take_off() -> None:
         for each in asked:
@@ -319,8 +319,9 @@ def _guard(module: nn.Module) -> Iterator[Any]:
     yield module.register_load_state_dict_pre_hook(before_load)
 
 
-def _save_whole() -> None:
-    """Make ``torch.save`` refuse this rank's experts before it opens a file, from now on in this process."""
+def _refuse_to_save_parts() -> None:
+    """Replace ``torch.save`` in this process by one that raises before it opens a file if an object holds only parts
+    of experts. DeepSpeed and this package may save such objects."""
     if hasattr(torch.save, "_ds_fsmoe_checked"):
         return
     save = torch.save

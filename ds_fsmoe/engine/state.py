@@ -90,7 +90,7 @@ class FSMoEState:
         self.why_untuned: str | None = None
         """The reason why nothing is measured, though nobody has turned that off."""
         self.splitter: Splitter | None = None
-        """The splitter, which runs blocks by halves of the batch, where that may be."""
+        """The splitter, which runs blocks by sub-batches, where that may be."""
         self.why_whole = ""
         """The reason why batches stay whole."""
         self.why_not_placed = ""

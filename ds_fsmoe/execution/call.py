@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # :func:`with_pauses`. The work in a pause is the same on every rank.
 
 
-_current: ContextVar[SubBatch | None] = ContextVar("half", default=None)
+_current: ContextVar[SubBatch | None] = ContextVar("sub_batch", default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,8 @@ class SubBatch:
     pause: Callable[[], None]
     """Runs the other sub-batch, and returns when this one continues."""
     is_last_in_backward: bool
-    """True if its backward comes last: the layers behind it then have all their gradients, which may be sent."""
+    """True if its backward comes last: the layers after it in the forward then have all their gradients, which may be
+    sent."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -116,7 +117,8 @@ def with_pauses(
 ) -> torch.Tensor:
     """Run a call as :class:`AtOnce` does, with two pauses in each direction.
 
-    The backward pauses where autograd has younger nodes in its graph, which are those of the other sub-batch.
+    Autograd runs the newest nodes first. The other sub-batch's nodes are made between our three nodes, so its backward
+    runs between them.
 
     Args:
         call, x_RM, weights_R, parameters: see :class:`AtOnce`.
@@ -132,7 +134,7 @@ def with_pauses(
             return call.end_forward()
         entered = _Enter.apply(x_RM, weights_R, call)
         sub_batch.pause()
-        # A node's age is that of its call: parameters are inputs here, where their gradients are computed.
+        # `parameters` are inputs of this node, because their gradients are computed in its backward.
         computed = _Compute.apply(entered, call, *parameters)
         sub_batch.pause()
         return _Leave.apply(computed, call)
@@ -145,7 +147,7 @@ def with_pauses(
 class AtOnce(torch.autograd.Function):
     """Runs a call and returns its rows: ``apply(x_RM, weights_R, call, *parameters)``; its backward runs at once too.
 
-    The weights of choices are passed where results are added up before combine. The parameters are aliases of the
+    ``weights_R`` is given only if results are added up before combine. The parameters are aliases of the
     experts' parameters: as inputs, each gets its gradient here once per backward.
     """
 
@@ -234,7 +236,7 @@ class Call:
         pipeline: runs the call.
         layout: the layout of its rows.
         experts: the call of the experts; ``None``: they are called outside the lanes.
-        hook: the layer's hook.
+        hook: the layer's hook, see ``phase.Hook``.
         sub_batch: the sub-batch of the call; ``None``: the whole batch, without pauses.
     """
 

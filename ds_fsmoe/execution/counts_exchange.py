@@ -321,8 +321,10 @@ def _counts_to_forward(block: RowBlock, of_ranks: Sequence[Sequence[int]]) -> li
 
 
 def _sent(block: RowBlock, here: int, num_segments: int, forwarded: ForwardedRows) -> np.ndarray:
-    """Return the positions of the header, the counts for each rank and the totals for each, in the order of the
-    message."""
+    """Return, for each number of the sent message, its index in this rank's flat table.
+
+    The message has, for each destination, the header, the counts, and then the totals that it forwards.
+    """
     first = 1 + block.num_exchanging * (here - 1)
     found = []
     for ep, esp in block.places:
@@ -505,7 +507,7 @@ class NodeExchange:
 
 @dataclass(frozen=True)
 class NodeCall:
-    """Holds one rank's data of one call of node-deduplicated dispatch."""
+    """Holds one call's row sizes, choice weights and record counts on one rank, in node-deduplicated dispatch."""
 
     sizes: RowSizes
     weights_R: torch.Tensor

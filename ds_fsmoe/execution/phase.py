@@ -64,15 +64,16 @@ class Chunks:
         self._result_RM: torch.Tensor | None = None
 
     def check_hooked(self, point: str, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Refuse a hook's output of another shape where it must keep it; slots may change while the final shape is
-        right."""
+        """Raise if a hook changed a shape that it must keep; this default, for slots, checks nothing, as only their
+        final shape must be right."""
 
     def quantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return a chunk in the communication dtype. Slots keep their own dtype."""
+        """Return a chunk converted to the communication dtype; this default, for slots, returns it unchanged."""
         return x
 
     def dequantised(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Return a received chunk in its own dtype, the inverse of :meth:`quantised`."""
+        """Return a received chunk in its own dtype, the inverse of :meth:`quantised`; this default, for slots, returns
+        it unchanged."""
         return x
 
     def stayed(self, x: torch.Tensor, index: int) -> torch.Tensor:

@@ -217,16 +217,16 @@ class LayerPipeline:
             return run_whole(self, x_RM, layout, experts, hook, needs_backward, weights_R)
         rows = None if isinstance(layout, SlotLayout) else layout.sizes
         call = experts.call(needs_backward, rows, x_RM, same_chunks=layout.same_chunks, recompute=self.recompute)
-        half = current_sub_batch() if self.forward.is_two_batch else None
-        of_call = Call(self, layout, call, hook, half)
-        if not needs_backward and half is None:
+        sub_batch = current_sub_batch() if self.forward.is_two_batch else None
+        of_call = Call(self, layout, call, hook, sub_batch)
+        if not needs_backward and sub_batch is None:
             return of_call.forward(x_RM)
         # Autograd runs the youngest node first, so gradients arrive from the last parameter to the first, as from
         # stock's experts. DeepSpeed fills its buckets in that order, and over more than two ranks the last bits of a
         # sum depend on the position in a bucket.
         aliases = map(torch.Tensor.view_as, experts.parameters, experts.parameters)
-        if half is not None:
-            return with_pauses(of_call, x_RM, weights_R, aliases, half, needs_backward)
+        if sub_batch is not None:
+            return with_pauses(of_call, x_RM, weights_R, aliases, sub_batch, needs_backward)
         return AtOnce.apply(x_RM, weights_R, of_call, *aliases)
 
 

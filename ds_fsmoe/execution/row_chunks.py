@@ -303,7 +303,7 @@ class NodeChunks(RowChunks):
         return self._add_up(back_RM, self._sizes.to_ranks.copies(chunk), None)
 
     def combine(self, y_RM: torch.Tensor, chunk: int) -> torch.Tensor:
-        """Send the sums to the ranks of the tokens."""
+        """Send each node's sums of expert results back to the ranks of their tokens, between nodes."""
         sizes = self._sizes.chunks[chunk]
         return self._links.exchange_between(y_RM, sizes.receives, sizes.sends)
 

@@ -139,7 +139,7 @@ def waits_for(tasks: Sequence[Task], index: int) -> list[int]:
 
 
 def _free_track(ends_ns: list[int], start_ns: int, end_ns: int) -> int:
-    """Return the first track that is free at the start, and take it until the end."""
+    """Return the first track free at ``start_ns``, and reserve it until ``end_ns``."""
     track = next((track for track, until_ns in enumerate(ends_ns) if until_ns <= start_ns), len(ends_ns))
     ends_ns[track : track + 1] = [end_ns]
     return track

@@ -190,7 +190,7 @@ class FlatGradients:
         return [each for _, those in groupby(in_order, ready_of) for each in self.spread(list(those))]
 
     def spread(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return parameters in an order in which those of one owner are spread out."""
+        """Return parameters with those of different owners interleaved evenly, so that no owner's follow in a block."""
         if self._owned is None:
             return list(parameters)
         of_owner: dict[int, list[nn.Parameter]] = {}
@@ -240,7 +240,7 @@ class FlatGradients:
         return held
 
     def place(self, index: int) -> torch.Tensor:
-        """Return the same memory in the parameter's shape and layout."""
+        """Return the buffer's gradient of parameter ``index`` as a view in the parameter's shape and layout."""
         return _laid_out(self.value(index), self.parameters[index])
 
     def packed(self, ranges: Sequence[Range]) -> torch.Tensor:

@@ -219,10 +219,10 @@ class Stages1And2:
         return reduces and not engine.inside_no_sync_ctxt and not optimizer._coalesce_grad_reduction
 
     def owners(self, parameter: nn.Parameter) -> list[tuple[int, int]] | None:
-        """Return the partitions that have a gradient, in its order in memory: (number of elements, rank).
+        """Return which rank updates each part of a parameter's gradient, in memory order: [(elements, rank)].
 
-        It is ``None`` if ZeRO reads more of it than a rank's own part: Muon makes whole matrices orthogonal, ZenFlow
-        keeps columns of all. It is also ``None`` if its order in memory differs from that of the partitions.
+        It is ``None`` if ZeRO needs more than a rank's own part: Muon makes whole matrices orthogonal, ZenFlow keeps
+        columns of all. It is also ``None`` if its order in memory differs from that of the partitions.
         """
         optimizer = self.optimizer
         if not parameter.is_contiguous() or optimizer.zenflow or getattr(parameter, "use_muon", False):

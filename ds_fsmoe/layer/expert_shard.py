@@ -226,7 +226,8 @@ class ExpertShard(_Marked, nn.Parameter):
 
 
 class ShardValue(_Marked, torch.Tensor):
-    """Represents a value that a script computed from a part, expert by expert."""
+    """Represents a tensor that a script computed from an ExpertShard, for each expert by itself; it covers this rank's
+    experts only."""
 
 
 _COLLECTIVES = _names("broadcast reduce reduce_scatter send recv scatter gather all_to_all")
@@ -472,7 +473,10 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any
 
 
 def _summed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], marked: Any) -> torch.Tensor:
-    """Sum over all experts. Collective, forward and backward."""
+    """Compute a sum, mean, ``mse_loss`` or norm over the experts of all ranks. Collective, forward and backward.
+
+    Raises for any other reduction.
+    """
     plain, origin = func.__name__.strip("_"), marked.fsmoe_origin
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else 2))
     if plain in ("sum", "mean"):

@@ -313,7 +313,7 @@ class FastPath:
         return y_SM, found.fault
 
     def up(self, x_SM: torch.Tensor, weight: torch.Tensor, call: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of the tokens, [R, M], and their first products, [R, F]."""
+        """Return the rows sorted by expert, [R, M], and their up projections, [R, F]."""
         rows_KS = call.rows_KS
         with self.below_autograd():
             x_RM = self.ops.arrange(x_SM, rows_KS, rows_KS.numel())

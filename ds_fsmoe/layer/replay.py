@@ -407,7 +407,7 @@ def take(layer: object) -> Any:
 
 
 def as_first(layer: object, decided: bool) -> bool:
-    """Keep and return a layer's decision; in a recomputed function, that of its first run."""
+    """Return ``decided`` and keep it for a recomputation; in a recomputed function, return the first run's."""
     if _tapes.get():
         found = take(layer)
         decided = decided if found is None else found

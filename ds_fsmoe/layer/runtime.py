@@ -74,7 +74,10 @@ _MOST = 256
 
 
 class LateFaults:
-    """Holds the faults of one engine's layers that are not checked yet."""
+    """Collects routing faults (a gate's invalid choices) that forwards of one engine found on the device.
+
+    They wait here until the host checks them and raises :class:`RoutingError`.
+    """
 
     def __init__(self) -> None:
         self._found: list[tuple[str, torch.Tensor, HostCopy]] = []

@@ -317,8 +317,8 @@ class FSMoELayer(ConvertedLayer, StockMOELayer):
     """
 
     def fits_operator(self, *args: Any, **kwargs: Any) -> bool:
-        """Return True if a call can go through the operator: result dtypes under other gates and autocast are
-        unknown."""
+        """Return True if a call can go through the operator: the gate is ours and autocast is off, as otherwise the
+        result dtype is unknown, and there are no keyword arguments."""
         is_known = isinstance(self.gate, FSMoEGate) and not torch.is_autocast_enabled(args[0].device.type)
         return is_known and not kwargs
 

@@ -27,7 +27,7 @@ from ds_fsmoe.distributed.topology import rank_now, world_size_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.observing.clock import Clock
 
-# ---- Sees from outside which waits of DeepSpeed's own last: its code pays nothing for that, and is not changed
+# ---- Finds long waits in DeepSpeed's code by looking at thread stacks; that code is not changed
 #
 # A watchdog reads the stacks of all threads every second. A thread waits in the same collective as before if it is
 # at the same place, and no group of the process has begun a collective since.
@@ -36,13 +36,13 @@ from ds_fsmoe.observing.clock import Clock
 _TORCH = f"{Path(torch.__file__).parent}/"
 _COLLECTIVES = f"{_TORCH}distributed/"
 _ASKING = str(Path(__file__).parents[1] / "layer" / "expert_shard.py")
-"""Stands between torch and its caller where torch asks no tensor, see ``ask_in_collectives`` there."""
+"""The file of our wrapper between torch and its caller (``ask_in_collectives``); skipped like torch's own frames."""
 _FOR_A_RESULT = re.compile(r"\.(wait|synchronize|item|tolist)\b")
 # They pass a call on; who has made it is further out.
 _PASSING_ON = "comm/", "accelerator/", "utils/"
 # Collectives say nothing of messages between stages, so a stage that waits for many would look like one that hangs.
 _BETWEEN_STAGES = "runtime/pipe/p2p.py"
-# Here others wait while one rank is in the script's own code.
+# Other ranks wait here while one rank runs the user's code, so this is no hang.
 _IN_THE_SCRIPT = "GatheredParameters.__exit__", "GatheredParameters._exit"
 
 
@@ -85,7 +85,8 @@ def _waits_now() -> dict[int, tuple[Any, str]]:
 
 
 def _place(frame: FrameType | None, folder: str) -> tuple[Any, str] | None:
-    """Return (identity, place) of a thread's wait, if it waits for DeepSpeed.
+    """Return (identity, place) of the DeepSpeed call in which a thread waits for other ranks or the device; ``None`` if
+    it does not.
 
     Args:
         frame: the innermost frame of the thread.
@@ -147,7 +148,7 @@ def _collectives_begun() -> tuple[int, ...] | None:
 
 _ASKED, _HANG = "fsmoe/watchdog/asked", "fsmoe/watchdog/hang"
 _PACKAGES = str(Path(__file__).parents[1]), str(Path(os.__file__).parent), "<"
-"""What paths of our code, of Python's own and of none begin with."""
+"""Path prefixes of this package, of Python's library, and of code without a file."""
 
 
 class PeerReports:
@@ -170,7 +171,7 @@ class PeerReports:
         self._reported_hang: str | None = None
 
     def check(self, is_long: bool) -> str | None:
-        """Ask or answer; return once the hang that another rank reports.
+        """Return a hang that another rank reports, only the first time it is seen. First ask or answer the other ranks.
 
         Args:
             is_long: whether this rank waits for long.
@@ -188,6 +189,7 @@ class PeerReports:
             self._has_asked = is_long
             self._is_asked = is_long or store.check([_ASKED])
             if self._is_asked:
+                # "w": works with files and waits for no rank; "-": any other state. A description follows.
                 is_at_work = waits.working.now() and not waits.waiting.now()
                 store.set(_key(rank_now()), ("w" if is_at_work else "-") + describe_this_rank())
             return store.get(_HANG).decode() if store.check([_HANG]) else None

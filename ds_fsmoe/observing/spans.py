@@ -136,7 +136,8 @@ def clock_of(device: torch.device | None, host: Clock = HOST) -> HostClock | Str
 
 
 def set_clock(clock: HostClock | StreamClock, host: Clock = HOST) -> tuple[Any, int]:
-    """Return (a stamp, the nanoseconds since 1970 at which it was made): the closest pair of several."""
+    """Measure a stamp of the lanes' clock and the host's time together, several times; return the pair taken fastest:
+    (stamp, ns since 1970)."""
     clock.wait_for(clock.now())  # what the device was given before
     pairs = []
     for _ in range(5):

@@ -53,7 +53,7 @@ class MeasuredStep:
     """The time of all backwards together, gradients included."""
     runs: tuple[MeasuredRun, ...]
     is_interleaved: bool = False
-    """Whether runs of two halves of a batch took turns: then what is outside of them is not what is dense."""
+    """Whether runs of two sub-batches alternated: then the time outside of them is not that of dense layers."""
     batch_ms: float | None = None
     """The time of a whole batch that goes through stages, from its beginning to its end; ``None``: there are none."""
 

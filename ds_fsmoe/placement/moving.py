@@ -114,12 +114,14 @@ class _Segment:
 
 
 class Mover:
-    """Moves experts of an engine's layers. Construction is collective over all ranks that run these layers.
+    """Moves experts of an engine's layers from rank to rank, with their optimizer states.
+
+    Construction is collective over all ranks that run these layers.
 
     Args:
         engine: our engine, between two steps. Its tensors must stay the same while the mover is used.
         tensors: the parameters and buffers of the experts of this rank.
-        expert_ranks: label of a layer -> this rank's position.
+        expert_ranks: label of a layer -> this rank's EP group and its index there.
         group: the ranks that run the layers; ``None``: all.
 
     Raises:

@@ -49,8 +49,8 @@ class BlockPlan:
     """The number of chunks."""
     links: Links = "shared"
     """The traffic of the MoE part: all in one stream; on separate links, with all gathers before all reduces; or with
-    each reduce ahead of the gather two chunks later. In halves that take turns the last is: with the reduces of the
-    half that is first ahead of the gathers of the other."""
+    each reduce ahead of the gather two chunks later. In sub-batches that alternate the last is: with the reduces of the
+    sub-batch that is first ahead of the gathers of the other."""
     moe_slices: tuple[Slice, ...] = ()
     dense_slices: tuple[Slice, ...] = ()
     conversions: Conversions = "links"
@@ -83,7 +83,7 @@ class LayerPlan:
     reduces: tuple[tuple[float, str], ...] = ()
     """(smallest size in bytes, how a reduce-scatter is done), ascending; empty: the default for the kind of device."""
     is_two_batch: bool = False
-    """Whether the two halves of a micro-batch take turns; the plans above are then those of one half."""
+    """Whether the two sub-batches of a micro-batch alternate; the plans above are then those of one sub-batch."""
 
 
 @dataclass

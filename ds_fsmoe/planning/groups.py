@@ -95,7 +95,7 @@ class Groups:
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
-        """Return the placement of the groups ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        """Return group kind (``mp``, ``dp``, ``esp``, ``ep``, ``edp``) -> its links and its ranks per node."""
         return {name: self._place(size, stride) for name, (size, stride) in self.strides.items()}
 
     @property
@@ -129,7 +129,7 @@ class PlacedGroups(Groups):
 
     @cached_property
     def placements(self) -> dict[str, Placement]:
-        """Return the placement of the groups ``mp``, ``dp``, ``esp``, ``ep`` and ``edp``."""
+        """Return group kind (``mp``, ``dp``, ``esp``, ``ep``, ``edp``) -> its links and its ranks per node."""
         return dict(self.placed)
 
 

@@ -25,7 +25,7 @@ class PhasePlan:
     alltoall: AllToAll = "flat"
     """The all-to-all: one task or, with ``"2dh"``, two on two lanes if the EP groups cross both kinds of links."""
     is_two_batch: bool = False
-    """Whether the two halves of a micro-batch take turns; this is then the plan of one half."""
+    """Whether the two sub-batches of a micro-batch alternate; this is then the plan of one sub-batch."""
     narrow: tuple[bool, bool] = (False, False)
     """Whether rows are converted for dispatch, and for combine; in the backward gradients take these wires back."""
 

@@ -147,7 +147,7 @@ def _fullest_port(sent_XX: np.ndarray) -> float:
 
 
 def _pressure(placement: ExpertPlacement, observed: ObservedRouting, ours: _Traffic, even: _Traffic) -> Pressure:
-    """Return the pressure of traffic relative to that of balanced routing."""
+    """Return, per lane, the largest load under the observed routing over that under balanced routing; 1 is even."""
     inter, intra = (
         _fullest_port(own) / fullest if (fullest := _fullest_port(other)) > 0 else 1.0
         for own, other in zip(ours, even, strict=True)

@@ -330,7 +330,7 @@ def check_divides(shape: Shape, groups: Groups) -> None:
 
 
 def arranging(shape: Shape, tokens_S: float) -> tuple[Work, Work, Work]:
-    """Return the work of the gate, the order and the order back, for ``tokens_S`` tokens on a rank."""
+    """Return the work of the gate, the permute and the un-permute of ``tokens_S`` tokens of one rank."""
     moved_bytes = (shape.F + 1) * tokens_S * shape.M * shape.dtype_bytes
     order, restore = (Work(kind, (Lane.COMPUTE,), moved_bytes) for kind in (ORDER, RESTORE))
     return Work(ROUTE, (Lane.COMPUTE,), 2 * tokens_S * shape.M * shape.E), order, restore

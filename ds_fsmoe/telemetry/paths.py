@@ -55,8 +55,8 @@ class TokenPaths:
         return is_new
 
     def of(self, num_tokens: int) -> torch.Tensor:
-        """Return the paths so far of ``num_tokens`` tokens, [S, up to L] int64; empty if the layers before had another
-        number."""
+        """Return the paths so far of ``num_tokens`` tokens, [S, up to L] int64; empty if earlier layers had
+        another number of tokens."""
         if any(len(each) != num_tokens for each in self._chosen):
             self._chosen = []
         if not self._chosen:
@@ -133,10 +133,10 @@ class PathProfiler:
         return {"format": STATE_FORMAT, "layers": layers}
 
     def read_state(self, state: Any) -> dict[str, PathProfile]:
-        """Return label -> profile of a state from :meth:`as_state`, checked; this profiler stays as it is.
+        """Check a state of :meth:`as_state`; return label -> profile. Does not change this profiler.
 
         Raises:
-            ValueError: the state has another form, or other layers, experts or paths.
+            ValueError: the format, layers, number of experts or path length differ.
         """
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise ValueError(f"unknown format of token paths: this version reads {STATE_FORMAT}")
@@ -184,6 +184,6 @@ def choices_of(routing: Routing, num_experts: int) -> torch.Tensor:
         num_experts: E, or more.
     """
     chosen_KS = routing.chosen().long()
-    # Weightless classes that some routers have besides experts count from E on.
+    # Some routers have null choices numbered from E on.
     is_one_KS = (chosen_KS >= 0) & (chosen_KS < routing.num_experts)
     return torch.where(is_one_KS, chosen_KS, num_experts)

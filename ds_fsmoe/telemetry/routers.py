@@ -199,7 +199,7 @@ class RouterMetrics:
         """Whether the present forward is not training: a rank without a batch still goes through the layers."""
 
     def listen(self, gates: Mapping[str, Any]) -> None:
-        """Count from now on, until :meth:`read`.
+        """Count the routers' choices from 0 until :meth:`read`.
 
         Args:
             gates: label -> gate of each layer of this rank.

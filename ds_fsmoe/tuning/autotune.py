@@ -308,7 +308,7 @@ class Autotune:
         return is_settled
 
     def _apply(self, model: TunedModel, candidate: Candidate) -> None:
-        """Run layers by a plan from now on."""
+        """Run layers by a plan from now on, and store its predicted step and its rows for the report."""
         plan, result = candidate.plan, self.result
         result.of_stages = candidate.of_stages
         model.apply(plan, result.predictors)

@@ -125,7 +125,9 @@ class StepComparison:
 
 
 class PredictionWatch:
-    """Compares steps, for one engine. Every rank reports the end of every optimizer step to it.
+    """Compares measured optimizer steps with their prediction, and asks for a new plan if they differ too much.
+
+    There is one for each engine. Every rank reports the end of every optimizer step to it.
 
     Which steps are compared follows from their number alone, and at the end of such a step all ranks communicate once,
     whatever each of them has run in it.
@@ -134,9 +136,9 @@ class PredictionWatch:
         block: how often to compare, and what differs too much.
         clock: the clock that is started for the steps that are compared.
         labels: the labels of the layers, the same on every rank.
-        predictors: the predictors of the layers; layers without one belong to the rest.
-        plan_again: called with the reason, on all ranks in the same step; it has the layers measured and planned again
-            ahead of a later forward, and then :meth:`plans_changed` is called.
+        predictors: the predictors of the layers; the time of layers without one counts as the rest of the step.
+        plan_again: called with the reason, on all ranks in the same step; later the layers are measured and planned
+            again, and then :meth:`plans_changed` is called.
         group: the ranks; ``None``: all.
     """
 

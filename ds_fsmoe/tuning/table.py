@@ -362,8 +362,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> Table:
 
 
 def span(labels: Sequence[str]) -> str:
-    """Return ``L00..L03``, or a list where labels do not follow one another: ``L01, L03``; of the layers of one stage
-    ``stage1/L00..L03``."""
+    """Return ``L00..L03`` for three or more consecutive layers, else a list ``L00, L01``; ``stage1/`` is kept in
+    front."""
     names = [each.rpartition("/")[2] for each in labels]
     numbers = [int(each.removeprefix("L")) for each in names]
     if len(labels) > 2 and numbers == list(range(numbers[0], numbers[0] + len(numbers))):

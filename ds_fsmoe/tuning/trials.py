@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries the best predicted plans by training with them: every plan gives the same numbers, so no step is lost.
 
-The rounds of trials call it at each optimizer step. A prediction adds up the times of operations one by one, and pair
-by pair. Ranks that share cores or links, wait for each
-other in other places, or drift apart, make it wrong by more than plans differ. The measured step decides.
+The rounds of trials call it at each optimizer step. Predictions ignore shared cores, other waits and drifting ranks,
+and are off by more than plans differ. So the measured step decides.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from ds_fsmoe.observing.step_timer import StepClock, most_of
 from ds_fsmoe.terminal.tables import Message, Table
 
 GAIN = 0.01
-"""The share that a plan has to gain over one before it in the list: less is chance."""
+"""A later plan in the list must be faster by this share; less is noise."""
 DROP_MARGIN = 0.1
 """A plan whose fastest step is slower than another's by this share is not tried again: little training time is lost."""
 FINALISTS = 2
-"""So many plans, the fastest so far, are tried in every round all the same: none is kept for a single lucky step."""
+"""So many plans, the fastest so far, are tried in every turn all the same: none is kept for a single lucky step."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +59,18 @@ class Tried:
 
 
 class Trials:
-    """Runs whole optimizer steps, each with one plan, alternately; every second round goes backwards, and each round
-    drops the plans outside of the margin. Ranks decide alike.
+    """Runs whole optimizer steps, each with one plan. A turn tries each plan that is left once.
+
+    Every second turn tries the plans in reverse order, and each turn drops the plans outside of the margin. Ranks
+    decide alike.
 
     Args:
         names: the names of the plans, for people; the first is kept if none is faster.
-        rounds: the steps with each plan; their median counts.
+        turns: how many steps each plan gets at most; a plan's median step time decides.
         use: a function that runs the layers by a plan from now on.
         clock: the clock of the steps.
         group: the ranks; ``None``: all.
-        baseline: the plan to compare with, which is tried in every round, however slow; ``None``: there is none.
+        baseline: the plan to compare with, which is tried in every turn, however slow; ``None``: there is none.
         may_keep_baseline: whether it may be kept, too.
         phase_group: the ranks that say how long forwards and backwards take, such as those of a stage; ``None``: all.
         max_steps: the steps that may be taken; where they run short, only the fastest plans are tried again, or none.
@@ -79,7 +80,7 @@ class Trials:
     def __init__(
         self,
         names: Sequence[str],
-        rounds: int,
+        turns: int,
         use: Callable[[int], None],
         clock: StepClock,
         group: dist.ProcessGroup | None = None,
@@ -97,12 +98,12 @@ class Trials:
         self.times_ms: list[list[float]] = [[] for _ in names]
         """Plan -> the time of each step on its slowest rank, all but the optimizer's part."""
         self._phases_ms: list[list[tuple[float, float]]] = [[] for _ in names]
-        self._rounds = rounds
+        self._turns_left = turns
         self._max_steps = max_steps
         self.num_taken = 0
         """The steps that were taken, whether they were seen whole or not."""
         self._to_try = list(range(len(names)))
-        """The plans to try in this round, in order."""
+        """The plans to try in this turn, in order."""
         self._tried: list[int] = []
         self._in_last_turn: list[int] = list(range(len(names)))
         self.least_dense_ms: float | None = None
@@ -116,7 +117,7 @@ class Trials:
         self._trying: int | None = None
 
     def step_is_over(self) -> int | None:
-        """End an optimizer step: the first call begins. Collective, on every rank after the same steps.
+        """End an optimizer step; the first call starts the first trial. Collective, on every rank after the same steps.
 
         Returns:
             The plan that is kept, and is run from now on; ``None`` while there is more to try.
@@ -142,15 +143,15 @@ class Trials:
             self.num_taken += 1
             self._tried.append(self._to_try.pop(0))
         if not self._to_try:
-            self._rounds -= 1
+            self._turns_left -= 1
             self._turn += 1
             finalists = self._finalists()
             hopeful = [plan for plan in reversed(self._tried) if plan in finalists or self._is_competitive(plan)]
             self._to_try = self._affordable(hopeful)
             self._in_last_turn, self._tried = self._tried, []
             if len(self._to_try) == 1:
-                self._rounds = 0
-        if not self._rounds:
+                self._turns_left = 0
+        if not self._turns_left:
             best = self._best()
             self._use(best)
             return best
@@ -160,22 +161,22 @@ class Trials:
         return None
 
     def _finalists(self) -> set[int | None]:
-        """Return the plans that stay in every round: the fastest ones, and the baseline."""
+        """Return the plans that stay in every turn: the fastest ones, and the baseline."""
         seen = [plan for plan, times_ms in enumerate(self.times_ms) if times_ms and plan != self.baseline]
         return {self.baseline, *sorted(seen, key=lambda plan: min(self.times_ms[plan]))[:FINALISTS]}
 
     def _affordable(self, plans: Sequence[int]) -> list[int]:
         """Return those plans that are tried in the next turn, in the same order: the fastest ones, where the steps that
         are left do not suffice for all in each turn. Fewer turns are left where they do not suffice for finalists."""
-        if self._max_steps is None or not self._rounds:
+        if self._max_steps is None or not self._turns_left:
             return list(plans)
         num_left = self._max_steps - self.num_taken
-        self._rounds = min(self._rounds, num_left // min(len(plans), FINALISTS + 1))
-        if not self._rounds:
+        self._turns_left = min(self._turns_left, num_left // min(len(plans), FINALISTS + 1))
+        if not self._turns_left:
             return list(plans)
         by_speed = sorted(plans, key=lambda plan: min(self.times_ms[plan], default=math.inf))
         by_speed.sort(key=lambda plan: plan != self.baseline)
-        stay = set(by_speed[: num_left // self._rounds])
+        stay = set(by_speed[: num_left // self._turns_left])
         return [plan for plan in plans if plan in stay]
 
     def _is_competitive(self, plan: int) -> bool:
@@ -223,11 +224,11 @@ class Trials:
             return None
         return replace(found, ratio=self._median_ms(self.baseline) / self._median_ms(best))
 
-    def gain(self, kept: int) -> TrialGain | None:
+    def gain(self, plan: int) -> TrialGain | None:
         """Return how many times as fast a plan is as the baseline; ``None`` if no turn has both."""
         if self.baseline is None:
             return None
-        ours, base = self._of_turn[kept], self._of_turn[self.baseline]
+        ours, base = self._of_turn[plan], self._of_turn[self.baseline]
         ratios = [base[turn] / ours[turn] for turn in ours.keys() & base.keys() if ours[turn] > 0]
         if not ratios:
             return None

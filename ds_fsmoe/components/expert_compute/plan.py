@@ -140,7 +140,7 @@ class ExpertPlan:
 
 
 def _may_be_written(expert: nn.Module) -> bool:
-    """Return True if an expert of this class can have a hand-written form."""
+    """Return True if this class can define a form with hand-written gradients, see ``ExpertBase.written``."""
     return type(expert) is nn.Sequential or (isinstance(expert, ExpertBase) and _definer(expert) is not ExpertBase)
 
 

@@ -78,7 +78,8 @@ class StackedExperts:
         return int(self.module.num_experts)
 
     def written_now(self) -> tuple[Any, ...]:
-        """Return the contract where the experts are computed by the hand-written form, ``None`` where by autograd."""
+        """Return a tuple of one element: the contract if the hand-written form computes the experts, ``None`` if
+        autograd does."""
         return (self.contract if self.own_forward is None else None,)
 
     def kept_of_a_row(self, recompute: bool) -> tuple[int, int]:

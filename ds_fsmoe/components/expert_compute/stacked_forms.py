@@ -43,6 +43,7 @@ class ModuleExperts:
         adapters: the adapters on weights.
     """
 
+    # Whether any parameter may want a gradient: always, as each weight is checked by itself.
     wants_any = True
 
     def __init__(
@@ -55,7 +56,7 @@ class ModuleExperts:
         adapters: Sequence[Adapter] = (),
     ) -> None:
         self._module, self._contract, self._sums, self._dtype, self._gate = module, contract, sums, dtype, gate
-        # The module may have others in the backward, as after torch.func.functional_call.
+        # Keep the parameters of the forward: functional_call may have swapped them by the backward.
         self._parameters = dict(module._parameters)
         self._norm = dict(module.post_expert_norm.named_parameters()) if contract.has_post_expert_norm else {}
         self._up = ModuleWeights(self, contract.up, contract, adapters)
@@ -66,9 +67,10 @@ class ModuleExperts:
         dtypes = [each.dtype for each in weights] if dtype is None else [dtype]
         self.is_grouped = products.takes_grouped(widths, dtypes, weights[0].device)
         self._row_dtype: torch.dtype | None = None
-        # ZeRO 3 gathers partitioned parameters into other memory in between.
+        # ZeRO 3 weights are left out: their memory differs between forward and backward.
         every = *module.parameters(), *(parameter for each in adapters for parameter in each.parameters)
         self.weights = [each for each in every if not hasattr(each, "ds_id")]
+        # Whether the first weights or their adapters want a gradient, for which a call keeps its rows.
         self.wants_up = sums.wants(weights[0]) or any(each.wants_rows(sums) for each in self._up.adapters)
 
     def layers(self, like: torch.Tensor, groups: RowGroups) -> tuple[ManualExpert, Sequence[Any], GroupedLinear]:
@@ -92,9 +94,10 @@ class ModuleExperts:
     def before_norm(
         self, form: ManualExpert, kept: Sequence[torch.Tensor], dy_RM: torch.Tensor, weights: RowWeights | None
     ) -> tuple[torch.Tensor, RowWeights | None]:
-        """Return the gradient ahead of the norm, and the weights that remain to be applied.
+        """Return the gradient of the norm's input, and the weights that remain to be applied.
 
-        It adds to the gradients of the norm's own weights and of the weights of its results.
+        If ``weights`` (of choices) are given, a norm's backward applies them, and ``None`` is returned for them. Adds
+        the gradients of the norm's parameters and of ``weights``.
         """
         dy_RM = dy_RM.to(kept[0].dtype)
         if not self._contract.has_post_expert_norm:
@@ -185,9 +188,10 @@ class OwnExperts:
     Args:
         module, own_forward: see :class:`~ds_fsmoe.components.expert_compute.stacked_experts.StackedExperts`.
         adapters: what is added to weights.
-        is_transposed: whether weights are.
+        is_transposed: whether weights are stored [k, I, O].
     """
 
+    # Gets rows [R, M] for slots too; a parameter without influence on the result has a gradient of zeros.
     takes_rows = has_all_gradients = True
 
     def __init__(
@@ -195,7 +199,7 @@ class OwnExperts:
     ) -> None:
         self.module, self._own_forward = module, own_forward
         self._adapters, self._is_transposed = adapters, is_transposed
-        # The module may have others in the backward, as after torch.func.functional_call.
+        # Keep the parameters of the forward: functional_call may have swapped them by the backward.
         self._named = dict(module.named_parameters())
         of_adapters = (each for adapter in adapters for each in adapter.parameters)
         self.parameters = tuple(dict.fromkeys((*self._named.values(), *of_adapters)))

@@ -63,7 +63,7 @@ def _options_ahead(arguments: Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """Holds what is compared: a config with an "fsmoe" block, and the command that reads it from a file."""
+    """Holds a training command split at its config file, so that another config can be put in."""
 
     config: Mapping[str, Any]
     before: Sequence[str]

@@ -253,7 +253,7 @@ def behind_the_first(fields: Fields, layer: int) -> bool:
 
 
 def in_interval(fields: Fields, layer: int) -> bool:
-    """Return True if a layer has experts: one in so many between two indices."""
+    """Return True if a layer has experts: every ``moe_layer_interval``-th layer between the start and end index."""
     start, end = fields.count("moe_layer_start_index", least=0), fields.count("moe_layer_end_index", least=-1)
     is_inside = start <= layer and (end == -1 or layer <= end)
     return is_inside and (layer + 1) % fields.count("moe_layer_interval") == 0

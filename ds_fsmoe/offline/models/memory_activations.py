@@ -139,7 +139,7 @@ def keeps_rows(training: Training) -> bool:
 
 
 def experts_keep(experts: BlockExperts, M: int, groups: Groups, training: Training) -> Account:
-    """Return the items that router and experts keep, without their input."""
+    """Return item -> bytes that a block's router and experts keep for the backward, without their input."""
     S, a, rows = training.tokens, training.number_bytes, layer_rows(experts, groups, training)
     scores = 0.0 if experts.has_bias else FP32 * S * experts.E
     if experts.groups is not None and a < FP32:

@@ -128,7 +128,7 @@ def batch_ms(
 
 
 def _send_to_neighbours_ms(sends_ms: Sequence[float], stage: int) -> float:
-    """Return the ms of one send to each neighbour of a stage."""
+    """Return the ms of one send to the previous stage plus one to the next."""
     return sum(sends_ms[max(0, stage - 1) : stage + 1])
 
 

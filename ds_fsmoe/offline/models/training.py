@@ -49,7 +49,7 @@ class Training:
     degree: int = 1
     """The chunks into which a layer's rows are cut; in halves, those of a half."""
     is_two_batch: bool = False
-    """True if two halves of the micro-batch take turns."""
+    """True if two sub-batches of the micro-batch alternate."""
     attention: str = "auto"
     """``auto``: as transformers chooses, which is ``sdpa`` where a family has it."""
     device: str = "gpu"

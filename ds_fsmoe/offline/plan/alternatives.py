@@ -116,9 +116,9 @@ def print_two_batch(args: argparse.Namespace, result: Report) -> dict[str, Any]:
     for name in ALLTOALLS if can_deduplicate(job.groups) else (job.alltoall,):
         found = result if name == job.alltoall else report(replace(job, alltoall=name), "best")
         plans.append(("best", name, found.plans["best"], found.times_ms["best"]))
-        halves = found.best_two_batch()
-        if halves is not None:
-            plans.append(("best, two-batch", name, halves, found.planner.phases_ms(halves)))
+        two_batch = found.best_two_batch()
+        if two_batch is not None:
+            plans.append(("best, two-batch", name, two_batch, found.planner.phases_ms(two_batch)))
     best_ms = min(sum(phases_ms) for _, _, plan, phases_ms in plans if not plan.is_two_batch)
     rows = [(*names, _degrees(plan.forward), _degrees(plan.backward), phases) for *names, plan, phases in plans]
     bounds_ms = busiest_ms(job.zero.layers("best", result.layers), result.planner.costs)

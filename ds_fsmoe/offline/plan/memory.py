@@ -35,10 +35,10 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
     _print_items(memory, training)
     if most is not None:
         print(f"largest micro-batch in {memory_gb:g} GB: {most or 'not even one sample fits'}")
-    halves = None
+    two_batch = None
     if args.two_batch and training.samples > 1:
-        halves = memory_of(architecture, groups, replace(training, is_two_batch=True))
-        print(f"two-batch overlap: {halves.total / GB:.2f} GB, at its fullest: {halves.peak.name}")
+        two_batch = memory_of(architecture, groups, replace(training, is_two_batch=True))
+        print(f"two-batch overlap: {two_batch.total / GB:.2f} GB, at its fullest: {two_batch.peak.name}")
     choices = other_memories(architecture, groups, training, memory_gb)
     _print_choices(choices, job)
     cards = on_cards(architecture, training, memory_gb)
@@ -50,7 +50,7 @@ def print_memory(args: argparse.Namespace, job: PlannedJob) -> dict[str, Any]:
             "moment": memory.peak.name,
             "items_bytes": {item: round(size) for item, size in memory.peak.items.items()},
             "largest_samples": most,
-            "peak_bytes_in_halves": None if halves is None else round(halves.total),
+            "peak_bytes_in_halves": None if two_batch is None else round(two_batch.total),
             "choices": [
                 {
                     "zero": each.zero,

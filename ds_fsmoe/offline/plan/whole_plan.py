@@ -78,7 +78,7 @@ def print_plan(args: argparse.Namespace) -> int:
         print_batch(batch, bases, is_default=args.micro_batches is None)
     result = alone if batch is None else batch.of_stage()
     _print_presets(args, result, bases)
-    halves = print_two_batch(args, alone) if args.two_batch else {}
+    two_batch = print_two_batch(args, alone) if args.two_batch else {}
     memory = print_memory(args, job)
     _print_plan(result)
     placed = {} if loads is None else print_placement(args.loads, loads, result)
@@ -100,7 +100,7 @@ def print_plan(args: argparse.Namespace) -> int:
         save_png(drawn.step_timelines(is_two_batch=is_two_batch), args.png)
         print(f"\npicture of a step of {len(drawn.layers)} layer(s) by every preset: {args.png}")
     if args.json is not None:
-        data = result.as_dict() | placed | memory | halves | batched | summary
+        data = result.as_dict() | placed | memory | two_batch | batched | summary
         args.json.write_text(json.dumps(data, indent=1) + "\n")
         print(f"\neverything: {args.json}")
     return 0

@@ -83,12 +83,13 @@ class BlockTimes:
             and self._papers is not None
             and all(isinstance(costs[each.kind], LinearCost) for each in work.moe.stages)
         )
-        """Whether it has the paper's stages on the paper's links: inter-node for all-to-alls and gradients, else
+        """Whether it has the FSMoE paper's stages on its links: inter-node for all-to-alls and gradients, else
         intra-node."""
         self._ideal = self.is_papers and not is_serial and self.contention == IDEAL and not host_ms
         self._before_ms, self._after_ms = (self._sum_ms(each) for each in (work.before, work.after))
         self.bottlenecks: dict[tuple[Order, float], str] = {}
-        """Way to run the layer and time of gradients in its MoE part -> the lane that it waits for, once known."""
+        """Way to run the layer and time of gradients in its MoE part -> the lane that it waits for; filled only by
+        the search."""
         self._form = _form(work)
         self._known_ms: dict[tuple[Order, float], float] = {}
         self._chunks_ms: dict[int, np.ndarray] = {}
@@ -186,9 +187,9 @@ class BlockTimes:
         if degree not in self._chunks_ms:
             shares = chunk_shares(self.work.moe.capacity, degree)
             times_ms: list[float] = []
-            for each, is_cut in _works(self.work):
+            for each, is_chunked in _works(self.work):
                 cost = self.costs[each.kind]
-                times_ms += [cost.ms(each.size * share, each.launches) for share in (shares if is_cut else (1.0,))]
+                times_ms += [cost.ms(each.size * share, each.launches) for share in (shares if is_chunked else (1.0,))]
             self._chunks_ms[degree] = np.array(times_ms)
         return self._chunks_ms[degree]
 
@@ -199,8 +200,8 @@ class BlockTimes:
         degree = (count - len(self.work.before) - len(self.work.after)) // len(self.work.moe.stages)
         of_slots = [
             self.host_ms.get(each.kind, 0.0) * each.launches
-            for each, is_cut in _works(self.work)
-            for _ in range(degree if is_cut else 1)
+            for each, is_chunked in _works(self.work)
+            for _ in range(degree if is_chunked else 1)
         ]
         launch_ms = max(self.host_ms.values(), default=0.0)
         return np.cumsum(np.array([*of_slots, 0.0, launch_ms, launch_ms])[slots])
@@ -211,11 +212,11 @@ class PhaseTimes:
     """Computes the mean times of one layer's MoE part in one phase, over micro-batches."""
 
     same: BlockTimes
-    """The times if the backward has the chunks of the forward."""
+    """The times if the backward has the same chunks as the forward."""
     other: BlockTimes | None = None
-    """The times if it has other chunks; ``None``: that makes no difference."""
+    """The times if the backward has other chunks than the forward; ``None``: that makes no difference."""
     isolated: BlockTimes | None = None
-    """``same`` on lanes that do not slow each other down; ``None``: they do not."""
+    """The times with the same chunks and without contention between lanes; ``None``: there is no contention."""
     grad_ms: float = 0.0
     """The time of the gradients that are sent in it."""
     num_micro_batches: int = 1
@@ -286,9 +287,9 @@ def _works(block: BlockWork) -> list[tuple[Work, bool]]:
 
 
 def _papers_stages(moe: MoEWork) -> tuple[Stage, Stage | None, Work, Stage | None] | None:
-    """Return the (dispatch, gather, experts, reduce) of a layer with the stages of the paper's figure 2, or None.
+    """Return the (dispatch, gather, experts, reduce) of a layer with the stages of the FSMoE paper's figure 2, or None.
 
-    The layer must have no other stages, the paper's links, and equal all-to-alls.
+    The layer must have no other stages, that paper's links, and equal all-to-alls.
     """
     gather, reduce = moe.ahead[1:], moe.behind[:-1]
     between = (*moe.ahead[:1], *moe.behind[-1:])
@@ -316,7 +317,7 @@ def _form(block: BlockWork) -> _Form:
 def _template(
     form: _Form, order: Order, grad_lanes: tuple[Lane, ...], has_moe: bool, has_dense: bool, is_serial: bool
 ) -> tuple[Template, np.ndarray]:
-    """Return the order of a block of this form and, per task, the index of its time.
+    """Return the compiled schedule of a block of this form, and for each task the index of its time.
 
     Times are in the order of :func:`_works`, chunk by chunk where operations are chunked. Then come a zero, the slice
     of the MoE window and the slice of the dense window.
@@ -324,26 +325,26 @@ def _template(
     names = itertools.count()
     parts = [tuple(replace(each, kind=str(next(names))) for each in part) for part in form]
     before, ahead, (expert,), behind, after = parts
-    works, first = [], 0
+    are_chunked, first = [], 0
     block = BlockWork(before, MoEWork(ahead, expert, behind), after)
     starts: dict[str, int] = {}
-    for each, is_cut in _works(block):
+    for each, is_chunked in _works(block):
         starts[each.kind] = first
-        first += order.degree if is_cut else 1
-        works.append(is_cut)
+        first += order.degree if is_chunked else 1
+        are_chunked.append(is_chunked)
     slices = [
         (Slice(str(-place), grad_lanes, 0.0),) if there else () for place, there in ((1, has_moe), (2, has_dense))
     ]
     schedule = block_schedule(block, order.plan(*slices))
     if is_serial:
         schedule = schedule.in_one_lane()
-    is_cut_kind = dict(zip(starts, works, strict=True))
+    is_chunked_kind = dict(zip(starts, are_chunked, strict=True))
 
-    def slot(kind: str, chunk: int) -> int:
+    def time_index(kind: str, chunk: int) -> int:
         if kind == HOLD:
             return first
         if kind not in starts:
             return first - int(kind)
-        return starts[kind] + (chunk if is_cut_kind[kind] else 0)
+        return starts[kind] + (chunk if is_chunked_kind[kind] else 0)
 
-    return Template.of(schedule), np.array([slot(task.kind, task.chunk) for task in schedule.tasks])
+    return Template.of(schedule), np.array([time_index(task.kind, task.chunk) for task in schedule.tasks])

@@ -33,10 +33,10 @@ class Search:
         """Return the first plan, which has whole micro-batches, or the first one with two-batch overlap if that
         gains enough.
         """
-        whole, halves = plans[0], next((each for each in plans if each.is_two_batch), None)
-        if halves is None or self.planner.step_ms(halves) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
+        whole, two_batch = plans[0], next((each for each in plans if each.is_two_batch), None)
+        if two_batch is None or self.planner.step_ms(two_batch) >= (1 - MIN_GAIN) * self.planner.step_ms(whole):
             return whole
-        return halves
+        return two_batch
 
     def whole(self) -> ModelPlan:
         """Return the fastest plan without two-batch overlap."""
@@ -74,7 +74,7 @@ class Search:
         return [best, *others, stock]
 
     def late(self, plan: ModelPlan) -> ModelPlan:
-        """Return a plan with all its gradients after the backward, or the plan itself where it may not send them so."""
+        """Return the plan with all gradients sent after the backward; the plan itself if that is not allowed."""
         return next(iter(self._plans("late", near=(plan, plan, plan))), plan)
 
     def stock(self) -> ModelPlan:

@@ -41,7 +41,7 @@ class GradientSlice:
 
 @dataclass(frozen=True)
 class BufferReadiness:
-    """Holds the properties of a buffer on which a plan depends."""
+    """Describes a gradient buffer for the planner: how many elements exist at each window, where it may be split."""
 
     kind: str
     element_bytes: int

@@ -99,8 +99,8 @@ class _Queue:
         ]
         self.has = [False in is_expert, True in is_expert]
 
-    def exists(self, num_slices: int) -> int:
-        """Return the number of queue steps that exist once ``num_slices`` gradients do."""
+    def num_ready_steps(self, num_slices: int) -> int:
+        """Return how many steps of the queue can be sent once the first ``num_slices`` gradients are computed."""
         if not self.num_steps:
             return 0
         return int(self.ends[self._counts[num_slices]] / self.step_ms * (1 + 1e-12) + 1e-9)
@@ -233,7 +233,7 @@ def _evaluated(queue: _Queue, windows: Sequence[SendWindow], cuts: Sequence[int]
 def _dense_only(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     cuts, sent = [], 0
     for window in windows:
-        sent = queue.exists(window.num_slices) if window.kind == "dense" else sent
+        sent = queue.num_ready_steps(window.num_slices) if window.kind == "dense" else sent
         cuts.append(sent)
     return cuts
 
@@ -255,7 +255,7 @@ def _dp(queue: _Queue, windows: Sequence[SendWindow]) -> list[int]:
     kinds, num_mixed = np.zeros((steps + 1, 0), dtype=np.int8), 0
 
     for window in windows:
-        exists = queue.exists(window.num_slices)
+        exists = queue.num_ready_steps(window.num_slices)
         size = np.arange(exists + 1)
         # Equal layers share their function, so a window's prices are asked for once.
         key = id(window.extra_ms)
@@ -334,7 +334,7 @@ def _de(queue: _Queue, windows: Sequence[SendWindow], seed: int) -> list[int]:
         share_of = dict(zip(moe, shares, strict=True))
         result, sent = [], 0
         for index, window in enumerate(windows):
-            exists = max(sent, queue.exists(window.num_slices))
+            exists = max(sent, queue.num_ready_steps(window.num_slices))
             sent += _free_steps(queue, window, sent, exists)
             sent += round(share_of.get(index, 0.0) * (exists - sent))
             result.append(sent)

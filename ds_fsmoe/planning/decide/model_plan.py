@@ -39,7 +39,7 @@ class ModelPlan:
     alltoalls_ms: tuple[Mapping[str, float], ...] = field(default=(), compare=False)
     """All-to-all -> the time of both phases of the layer with it."""
     is_two_batch: bool = False
-    """Whether the two halves of a micro-batch take turns; the plans of layers are then those of one half."""
+    """Whether the two sub-batches of a micro-batch alternate; the plans of layers are then those of one sub-batch."""
     sending: Sending = "placed"
     """How gradients got into windows: placed where they cost least; all that there are when one opens; or none, so that
     they follow the backward."""

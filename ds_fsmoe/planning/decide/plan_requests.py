@@ -30,7 +30,7 @@ MIN_GAIN = 0.03
 TRIED_DEGREES = (1, 2, 3, 4)
 """The numbers of chunks to try besides those with the best prediction. More chunks seldom help."""
 TWO_BATCH_DEGREES = (1, 2)
-"""The numbers of chunks of a half to try besides."""
+"""The numbers of chunks of a sub-batch to try besides."""
 IN_MOE = (1.0, 0.5, 0.0)
 """Shares of gradients to try inside the MoE part of the next layer."""
 OTHER_MODES: tuple[Mode, ...] = ("dense_only", "fixed_chunk", "adaptive")
@@ -196,13 +196,13 @@ class PlanRequest:
     space: SearchSpace
     """The choices of each layer that may be cut."""
     mode: Mode
-    """When gradients are sent; in halves see :func:`sendings_in_two_batch`."""
+    """When gradients are sent; with two-batch overlap see :func:`sendings_in_two_batch`."""
     links: Links = "paper"
     """The task order of layers whose degrees are given."""
     unchunked: Sequence[bool] = ()
     """True for each layer that may not be cut; empty: all may be."""
     can_split: bool = False
-    """Micro-batches may be run in two halves that take turns."""
+    """Micro-batches may be run in two sub-batches that alternate."""
     may_send_anyhow: bool = False
     """Gradients may also be sent at once or at the end, where whole steps show that to be faster."""
     carried: Sequence[Gradient] = ()
@@ -210,12 +210,12 @@ class PlanRequest:
     kind: Kind = "whole"
     alltoalls: Sequence[str] | None = None
     """The all-to-all of each layer; ``None``: another than the first is taken where it gains more than
-    :data:`MIN_GAIN`, in halves for all layers that have it."""
+    :data:`MIN_GAIN`, with two-batch overlap for all layers that have it."""
     orders: Sequence[Orders] | None = None
-    """The way to run each layer, in halves to the letter; ``None``: as the space has it."""
+    """The way to run each layer, kept exactly with two-batch overlap; ``None``: as the space has it."""
     is_two_batch: bool = False
     degree: Degree = None
-    """The chunks of each half, where a layer has a way with so many."""
+    """The chunks of each sub-batch, where a layer has a way with so many."""
     sending: Sending = "placed"
     """The rule by which gradients get into windows."""
 
@@ -264,8 +264,8 @@ def requests_to_plan(request: PlanRequest, *kinds: Kind, near: Near | None = Non
     if "given" in kinds:
         found += [replace(request, kind="given", orders=each) for each in _given_orders(request)]
     if request.can_split:
-        halves = replace(request, kind="halves", is_two_batch=True)
-        found += [halves, *(replace(halves, kind="given", degree=each) for each in TWO_BATCH_DEGREES)]
+        two_batch = replace(request, kind="halves", is_two_batch=True)
+        found += [two_batch, *(replace(two_batch, kind="given", degree=each) for each in TWO_BATCH_DEGREES)]
     if near is not None:
         found += _neighbours(request, *near)
     return [each for each in (*found, stock_request(request.options)) if each.kind in kinds]

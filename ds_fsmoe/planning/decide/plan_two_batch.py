@@ -68,11 +68,11 @@ def _with_alltoalls(planner: Planner, request: PlanRequest) -> ModelPlan | None:
         return min((assembled(planner, each, request.orders) for each in bases), key=planner.step_ms)
 
     def open_orders(layer: Layer, space: SearchSpace) -> list[Sequence[Order]]:
-        half = sub_batch_layer(layer)
+        of_sub_batch = sub_batch_layer(layer)
         costs = layer.costs or planner.written
         phases = [
-            space.orders_of(half.forward.moe, False, True, costs.forward),
-            space.orders_of(half.backward.moe, True, True, costs.backward),
+            space.orders_of(of_sub_batch.forward.moe, False, True, costs.forward),
+            space.orders_of(of_sub_batch.backward.moe, True, True, costs.backward),
         ]
         return [[each for each in orders if each.degree == request.degree] or orders for orders in phases]
 

@@ -16,7 +16,7 @@ from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.workload import MoEWork
 
 MOST_IN_TWO_BATCH = 4
-"""The most chunks of a half, where no number is asked for."""
+"""The most chunks of a sub-batch, where no number is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Proposal:
 
     order: Order
     moe: MoEWork
-    """The layer's stages, which say how its tokens are exchanged; of a half, what the half has of them."""
+    """The layer's stages, which say how its tokens are exchanged; of a sub-batch, what it has of them."""
     backward: bool
     is_two_batch: bool = False
-    """Whether the two halves of a micro-batch take turns."""
+    """Whether the two sub-batches of a micro-batch alternate."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """Kind of task -> its cost in this phase; empty where nothing is measured, as for ``lina`` by rule."""
 

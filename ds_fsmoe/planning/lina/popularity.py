@@ -177,8 +177,9 @@ class PathProfile:
         return result
 
     def _keys(self, paths_SL: np.ndarray) -> np.ndarray:
-        """Return the number of each path, [S]: its latest layer is the lowest digit, and missing layers have digit
-        "none".
+        """Return each path as one integer, [S], in base E + 1.
+
+        The latest layer is the lowest digit, and the digit E means no expert or no layer.
         """
         paths_SL = np.asarray(paths_SL)
         if paths_SL.ndim != 2 or paths_SL.shape[1] > self.path_length:
