@@ -111,7 +111,7 @@ def warned(rank: int, world_size: int) -> list[bool]:
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         logging.getLogger("ds_fsmoe").removeHandler(said)
         engine.destroy()
-        found.append(any("Stock DeepSpeed's norm" in each for each in said.lines))
+        found.append(any("clips unlike stock (to compare, set stage 1 or clipping 0)" in each for each in said.lines))
     return found
 
 

@@ -147,7 +147,7 @@ def test_take_over_warns_once_that_later_tokens_are_looked_at_unless_told_not_to
     for of_gates in run_on_ranks(what_is_warned_of, 2, tmp_path):
         for gate_class, (silenced, first, again) in zip(("ExpertChoiceGate", "SoftMoEGate"), of_gates, strict=True):
             assert silenced == again == ""
-            assert first.startswith(f"{gate_class} routes a token by later ones of its sequence")
+            assert first.startswith(f"{gate_class}: a causal model sees the future")
             assert first.count(gate_class) == 1
             assert 'set "causal": false in fsmoe.gate' in first
 

@@ -262,9 +262,9 @@ def warn_of_what_is_lost(engine: Any, place: Path, client_state: Any) -> None:
     """Warn of the parts of a job that a checkpoint will not restore."""
     if engine.has_partial_gradients:
         log_on_rank_0(
-            f"{place} is saved in the middle of a step, so a resumed run repeats that step",
+            f"{place} is saved in the middle of a step, whose gradients are lost: save after engine.step()",
             logging.WARNING,
-            "Accumulated gradients are not kept; save after engine.step() of the last micro-batch",
+            "A resumed run repeats that step. Save after engine.step() of the last micro-batch",
         )
     for path in _arrays_not_read("client_state", client_state):
         log_on_rank_0(

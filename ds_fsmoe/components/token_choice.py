@@ -103,8 +103,8 @@ class TokenChoiceGate(SettingsGate):
         self.check_k(num_experts)
         if self.settings.k == 1 and self.weights_sum_to_1():
             warnings.warn(
-                f"{type(self).__name__}: with k = 1 every weight is 1, so only the auxiliary loss trains the router; "
-                "use k >= 2",
+                f"{type(self).__name__}: with k = 1 every weight is 1 (they sum to 1): only auxiliary losses train it; "
+                "use k >= 2 or another gate",
                 stacklevel=2,
             )
         self.wg = nn.Linear(model_dim, num_experts, bias=False)

@@ -337,8 +337,8 @@ def check_versions(supported: Mapping[str, str] = SUPPORTED) -> list[tuple[int, 
         return [
             (
                 logging.WARNING,
-                f"torch {installed['torch']} is newer than ds_fsmoe {VERSION} knows ({supported['torch']}): the "
-                "order of collectives and streams is untested",
+                f"torch {installed['torch']} is newer than ds_fsmoe {VERSION} knows ({supported['torch']}): names "
+                "exist; order of collectives and streams untested",
             )
         ]
     pair = tuple(".".join(installed[name].split(".")[:2]) for name in ("python", "torch"))

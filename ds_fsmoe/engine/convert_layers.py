@@ -185,10 +185,10 @@ def convert(
 def _warn_of_later_tokens(gate: str) -> None:
     """Warn once per class of gates, for any number of layers, that later tokens influence earlier ones."""
     log_on_rank_0(
-        f'{gate} routes a token by later ones of its sequence (not causal? set "causal": false in fsmoe.gate)',
+        f'{gate}: a causal model sees the future of its sequence (not causal? set "causal": false in fsmoe.gate)',
         logging.WARNING,
-        "A causal language model would be trained with information that it does not have in generation, and its "
-        "training loss looks better than it is",
+        "The gate routes a token by later ones of its sequence. A causal language model would be trained with "
+        "information that it does not have in generation, and its training loss looks better than it is",
     )
 
 

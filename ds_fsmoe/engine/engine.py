@@ -137,11 +137,11 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(
-                "zero_optimization.overlap_comm = true: NCCL may hang. Set it to false, or let ds_fsmoe reduce "
-                "gradients",
+                "zero_optimization.overlap_comm = true: NCCL may hang. Set it to false, or reduce with "
+                "fsmoe.gradient_partition.mode",
                 logging.WARNING,
                 "DeepSpeed reduces gradients on its own stream, so NCCL may start collectives in another order on each "
-                f"rank: {state.running.one_link}. ds_fsmoe reduces them with fsmoe.gradient_partition.mode",
+                f"rank: {state.running.one_link}",
             )
         self._take_over_gather(groups, 'fsmoe.gradient_partition.mode is "off"' if mode == "off" else reason)
 

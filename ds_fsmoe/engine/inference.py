@@ -326,10 +326,9 @@ def allocate_expert_memory(
         give_back_host_memory()
         if where != ways[-1]:
             log_on_rank_0(
-                "ds_fsmoe.inference: weights are fetched from the ranks that own them (not every host has memory for "
-                "all experts)",
+                f"ds_fsmoe.inference fetches weights from ranks ({why})",
                 logging.WARNING,
-                why,
+                "Not every host has memory for all experts, so weights come from the ranks that own them",
             )
     raise MemoryError(
         f"ds_fsmoe.inference: not enough memory for experts: {why}; a smaller most_per_rank may need less"

@@ -94,11 +94,11 @@ def correct_norm(engine: Any, has_stock_layers: bool) -> None:
         return
     if has_stock_layers and engine.gradient_clipping() > 0:
         log_on_rank_0(
-            f"gradient_clipping = {engine.gradient_clipping():g} with zero_optimization.stage = 0 clips by the norm "
-            "of all gradients, unlike stock",
+            f"gradient_clipping = {engine.gradient_clipping():g} with zero_optimization.stage = 0 clips unlike "
+            "stock (to compare, set stage 1 or clipping 0)",
             logging.WARNING,
-            "Stock DeepSpeed's norm depends on ep_size or leaves experts out, so its weights differ. To compare the "
-            "two, set zero_optimization.stage to 1 or gradient_clipping to 0",
+            "It is clipped by the norm of all gradients. Stock DeepSpeed's norm depends on ep_size or leaves experts "
+            "out, so its weights differ",
         )
     if not isinstance(optimizer, FP16_UnfusedOptimizer):
         return

@@ -150,7 +150,7 @@ class Reduction:
             log_on_rank_0(
                 words_of_stage_2(size, self.sums_each, accumulate),
                 details="A rank keeps only its part of the gradients, unless its GPU has the memory for all"
-                if self.sums_each
+                if self.sums_each and accumulate == "auto"
                 else "",
             )
 

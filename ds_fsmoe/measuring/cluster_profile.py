@@ -7,7 +7,6 @@ The autotuner calls it ahead of timing layers, and ``ds_fsmoe profile`` in a job
 from __future__ import annotations
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,6 +21,7 @@ from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
+from ds_fsmoe.log import log_line
 from ds_fsmoe.measuring.cache import Measuring
 from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
 from ds_fsmoe.planning.cluster import Cluster, Operation
@@ -275,8 +275,6 @@ class ProfileNames:
 # ---- This module measures what a cluster's links and processors cost, in the planner's form
 
 
-logger = logging.getLogger("ds_fsmoe")
-
 LINK_AIM_MS, COMPUTING_AIM_MS = 100.0, 25.0
 """The approximate time of the largest size."""
 _PARTS = (32, 16, 8, 4, 2, 1)
@@ -397,7 +395,8 @@ class _Profiler:
             bad = [f"{each} {worst[each]:.0%}" for each in names[:_MOST_NAMES]]
             bad += [f"{len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
             self._warn(
-                f"noisy measurement: measure again on idle machines, or let trials decide (off by {', '.join(bad)})"
+                f"noisy measurement: measure again on idle machines, or let trials decide (off by {', '.join(bad)})",
+                "Predictions are rough. Off by at most: " + ", ".join(f"{each} {worst[each]:.0%}" for each in names),
             )
 
     def _largest(self, trial: Trial) -> int:
@@ -467,9 +466,9 @@ class _Profiler:
             return "; ".join(filter(None, (source, note)))
         return source
 
-    def _warn(self, sentence: str) -> None:
+    def _warn(self, sentence: str, details: str = "") -> None:
         if rank_now() == 0:
-            logger.warning(sentence)
+            log_line(sentence, details=details)
 
 
 def _size_of(aim_ms: float, trial: Trial, timing: Timing) -> int:

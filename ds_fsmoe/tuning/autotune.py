@@ -379,7 +379,10 @@ class Autotune:
         if trials is None:
             self._summarize()
         else:
-            log_on_rank_0(f"autotune: {source} in {result.took_s:.3g} s; now trying {len(trials.trials.names)} plans")
+            log_on_rank_0(
+                f"autotune: {source} in {result.took_s:.3g} s; now trying {len(trials.trials.names)} plans",
+                details=f"Measured again because {why_again}" if why_again else "",
+            )
 
     def _summarize(self) -> None:
         self._steps_since = 0

@@ -161,6 +161,7 @@ def describe_rows(rows: Sequence[Row], context: TuningContext, took_s: float, so
     """
     lines = [
         f"autotune: {source}; the stage took {took_s:.2f} s",
+        *([f"measured again because {context.why_again}"] if context.why_again else []),
         *_costs(rows),
         "",
         *_slowed(context),
