@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ds_fsmoe.components.gates.topk import LinearGate
     from ds_fsmoe.components.gates.xmoe import XMoEGate
     from ds_fsmoe.components.hooks.bfloat16_communication import BFloat16Communication
-    from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
+    from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire as BFloat16Wire  # its name in version 0.2.0
     from ds_fsmoe.components.hooks.frames import FramesAsTokens
     from ds_fsmoe.components.order import OrderBase
     from ds_fsmoe.components.orders.dense import DenseOrder
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 _MODULE_OF_NAME = {
     "AllToAllBase": "components.alltoall",
     "BFloat16Communication": "components.hooks.bfloat16_communication",
-    "BFloat16Wire": "components.hooks.bfloat16_wire",
+    "BFloat16Wire": "components.hooks.bfloat16_wire",  # its name in version 0.2.0
     "CallbackArgs": "components.callback",
     "CallbackBase": "components.callback",
     "Config": "config.builder",
@@ -128,7 +128,6 @@ _MODULE_OF_NAME = {
 __all__ = [
     "AllToAllBase",
     "BFloat16Communication",
-    "BFloat16Wire",
     "CallbackArgs",
     "CallbackBase",
     "Config",

@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from typing import TypeVar
 
-from ds_fsmoe.untrusted import suggested
+from ds_fsmoe.untrusted import NAMES_OF_BEFORE, suggested
 
 _FOLDER_OF_KIND: dict[str, str] = {
     "gate": "ds_fsmoe.components.gates",
@@ -33,10 +33,12 @@ def register(kind: str, name: str) -> Callable[[Part], Part]:
         name: the word users write in the config.
 
     Raises:
-        ValueError: unknown kind, or the name is taken by another class.
+        ValueError: unknown kind, or the name is taken by another class, or was that of another part in version 0.2.0.
     """
     if kind not in _PARTS:
         raise ValueError(f"register({kind!r}, {name!r}): the kinds of part are {', '.join(_PARTS)}")
+    if name in (before := NAMES_OF_BEFORE.get(kind, {})):
+        raise ValueError(f"{kind} {name!r} is an older name of {before[name]!r}: choose another name")
 
     def add(part: Part) -> Part:
         taken = _PARTS[kind].get(name)
@@ -161,12 +163,13 @@ def known(kind: str) -> tuple[str, ...]:
 
 
 def lookup(kind: str, name: str) -> type:
-    """Return the class of a part.
+    """Return the class of a part, by its name today or in version 0.2.0.
 
     Raises:
         ValueError: no such part; the message lists the choices.
     """
-    names = known(kind)
+    names, before = known(kind), NAMES_OF_BEFORE.get(kind, {})
+    name = before.get(name, name)
     if name not in names:
-        raise ValueError(f"no {kind} {name!r}: {suggested(name, names)}")
+        raise ValueError(f"no {kind} {name!r}: {suggested(name, names, before=before)}")
     return _PARTS[kind][name]

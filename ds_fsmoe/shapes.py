@@ -10,6 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -171,9 +172,10 @@ def sentences(
         must = "an object" if is_object else re.sub(r"^[Ii]nput should be |^must be ", "", each["msg"])
         found.setdefault(start, []).append(must.replace("a valid ", "a ").replace("a int", "an int"))
         if kind == "literal_error":
-            choices = re.findall(r"'([^']+)'", each["ctx"]["expected"])
+            before = old_values(field_at(shape, location))
+            choices = [*re.findall(r"'([^']+)'", each["ctx"]["expected"]), *before]
             if isinstance(each["input"], str) and (close := difflib.get_close_matches(each["input"], choices, n=1)):
-                nearest[start] = f"did you mean {close[0]!r}?"
+                nearest[start] = f"did you mean {before.get(close[0], close[0])!r}?"
             found[start] = [musts[path]] if path in musts else found[start]
         example = example_of(field_at(shape, location)) if kind.endswith("_type") else None
         if example is not None:  # of another kind, so one of the right kind says more
@@ -211,6 +213,19 @@ def unknown_key(
 def shown(value: Any) -> str:
     """Return a value in JSON."""
     return json.dumps(value, default=repr)
+
+
+@dataclass(frozen=True)
+class OldValues:
+    """Marks a field some of whose values had other names in version 0.2.0: ``config/words.py`` reads these as well."""
+
+    today: Mapping[str, str]
+    """Name of a value then -> its name today."""
+
+
+def old_values(field: FieldInfo | None) -> Mapping[str, str]:
+    """Return name of a value in version 0.2.0 -> its name today, for the values of ``field`` that were renamed."""
+    return next((each.today for each in (field.metadata if field else ()) if isinstance(each, OldValues)), {})
 
 
 def words_for(name: str, field: FieldInfo) -> tuple[str, ...]:

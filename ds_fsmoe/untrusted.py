@@ -13,9 +13,9 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 MOST_LAYERS = 1_000
 """The most layers of a model that a file may name."""
@@ -34,21 +34,31 @@ MOST_BYTES = 64 << 20
 MOST_RUN_BYTES = 1 << 30
 """The most bytes of a file that grows with the steps of a run."""
 
+NAMES_OF_BEFORE: Mapping[str, Mapping[str, Literal["node_deduplicated"]]] = {
+    "alltoall": {"once_per_node": "node_deduplicated"}
+}
+"""Kind of part -> name of a part in version 0.2.0 -> its name today. ``ds_fsmoe/registry.py`` keeps these names."""
+
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 _MARGIN_BYTES = 1 << 20
 _READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
-def suggested(value: Any, choices: Collection[str], listed: str = "") -> str:
+def suggested(value: Any, choices: Collection[str], listed: str = "", before: Mapping[str, str] = {}) -> str:
     """Return the choice that is nearest to a wrong value, as a question; if none is near, which choices there are.
 
     Args:
         value: what was written.
         choices: what may be written.
         listed: how the choices are described; ``""``: by their names.
+        before: name of a choice in version 0.2.0 -> its name today.
     """
-    found = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
-    return f"did you mean {found[0]!r}?" if found else listed or f"the choices are {', '.join(choices)}"
+    found = difflib.get_close_matches(value, [*choices, *before], n=1) if isinstance(value, str) else []
+    return (
+        f"did you mean {before.get(found[0], found[0])!r}?"
+        if found
+        else listed or f"the choices are {', '.join(choices)}"
+    )
 
 
 def open_regular(path: Path, *, follow_links: bool = True) -> IO[bytes]:

@@ -193,24 +193,24 @@ FLOORS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 521,
+    ".": 549,
     "checkpoint": 1369,
     "checkpoint_files": 1894,
     "checks": 473,
-    "components": 3450,
-    "config": 718,
+    "components": 3431,
+    "config": 712,
     "distributed": 803,
-    "engine": 4083,
+    "engine": 4082,
     "execution": 2456,
     "files": 607,
     "gradients": 1725,
-    "layer": 3169,
-    "measuring": 1251,
+    "layer": 3168,
+    "measuring": 1250,
     "observing": 1277,
-    "offline": 5965,
+    "offline": 5970,
     "ops": 736,
     "placement": 676,
-    "planning": 4948,
+    "planning": 4946,
     "routes": 471,
     "telemetry": 879,
     "terminal": 208,
@@ -524,7 +524,8 @@ def test_every_public_name_is_listed_once() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     for_checkers = next(node for node in tree.body if isinstance(node, ast.If))
     typed = [alias.name for node in for_checkers.body for alias in node.names]
-    assert sorted([*typed, "__version__"]) == sorted(ds_fsmoe.__all__)
+    of_before = "BFloat16Wire"  # a name of version 0.2.0: it works, and ``import *`` leaves it out
+    assert sorted([*typed, "__version__"]) == sorted([*ds_fsmoe.__all__, of_before])
     assert dir(ds_fsmoe) == sorted(set(ds_fsmoe.__all__))
     with pytest.raises(AttributeError, match="module 'ds_fsmoe' has no attribute 'MoeLayer'"):
         ds_fsmoe.MoeLayer  # noqa: B018

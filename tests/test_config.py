@@ -572,6 +572,8 @@ def test_deepspeeds_autotuning_in_the_block_is_told_apart_from_ours() -> None:
         ({"gradient_partition": {"mode": "adaptative"}}, "adaptive"),
         ({"alltoall": "node_deduplicate"}, "node_deduplicated"),
         ({"dispatch": "unpaded"}, "unpadded"),
+        ({"dispatch": "slot"}, "padded"),
+        ({"alltoall": "once_per_nod"}, "node_deduplicated"),
     ],
 )
 def test_a_value_that_is_nearly_one_of_the_choices_is_answered_with_it(block: dict[str, Any], meant: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_fsmoe
+from ds_fsmoe import registry
 from ds_fsmoe.checkpoint.plan_state import ReadPlans, read_plans
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.config.reading import read_block
@@ -138,14 +141,36 @@ def test_a_block_in_the_words_of_before_is_the_one_in_todays_words_and_each_is_s
         "fsmoe.split_batch is now called fsmoe.two_batch_overlap; both work",
         "fsmoe.split_blocks is now called fsmoe.two_batch_blocks; both work",
         "fsmoe.placement.pays_within is now called fsmoe.placement.break_even_within; both work",
+        "fsmoe.hooks: BFloat16Wire is now called BFloat16Communication; both work",
     ]
-    assert words_of(today).old == []
+    assert words_of(today | {"hooks": ["ds_fsmoe.BFloat16Communication", "mine.BFloat16Wire"]}).old == []
 
 
 def test_the_hook_of_before_is_the_one_of_today() -> None:
     from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
 
     assert BFloat16Wire is ds_fsmoe.BFloat16Wire is ds_fsmoe.BFloat16Communication
+
+
+def test_public_names_and_the_hook_of_before_are_imported_without_a_warning() -> None:
+    block = {"enabled": True, "hooks": ["ds_fsmoe.BFloat16Wire"]}
+    lines = [
+        "from ds_fsmoe import *",
+        f"from ds_fsmoe.config.reading import read_block; read_block({{'fsmoe': {block}}})",
+    ]
+    wanted = ["-W", "error::DeprecationWarning:__main__", "-W", "error:ds_fsmoe"]
+    subprocess.run([sys.executable, *wanted, "-c", "\n".join(lines)], check=True, timeout=120)
+
+
+def test_the_registry_keeps_the_names_of_before() -> None:
+    today = registry.lookup("alltoall", "node_deduplicated")
+    assert registry.lookup("alltoall", "once_per_node") is today
+    assert "once_per_node" not in registry.known("alltoall")
+    with pytest.raises(ValueError, match="'once_per_node' is an older name of 'node_deduplicated': choose another"):
+        ds_fsmoe.register_alltoall("once_per_node")
+    with pytest.raises(ValueError, match="no alltoall 'once_per_nod': did you mean 'node_deduplicated'"):
+        registry.lookup("alltoall", "once_per_nod")
+    ds_fsmoe.register_gate("once_per_node")  # of another kind; no class is registered yet
 
 
 def test_the_builder_has_the_class_of_before() -> None:

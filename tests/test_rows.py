@@ -390,6 +390,9 @@ def test_rows_of_slots_alone_are_refused_by_name() -> None:
             MOELayer(ExpertChoiceGate(), SimpleOrder(), dispatch=dispatch, **sizes)
     with pytest.raises(ValueError, match="dispatch = 'row': must be"):
         MOELayer(LinearGate(), SimpleOrder(), dispatch="row", **sizes)
+    wrong: Any = ["rows"]
+    with pytest.raises(ValueError, match=r"dispatch = \['rows'\]: must be"):
+        MOELayer(LinearGate(), SimpleOrder(), dispatch=wrong, **sizes)
 
 
 def test_a_layer_by_hand_takes_the_values_of_before() -> None:

@@ -227,9 +227,11 @@ def test_a_page_of_before_is_shown_with_the_words_of_today(tmp_path: Path) -> No
     record_details(run)
     plans = json.loads((run / run_files.PLANS).read_text())
     chosen = {"pipeline_degree": "forward 2, backward 3", "esp_size": "2", "order": "sparse"}
+    chosen |= {"dispatch": "slots, of which at least 30% are empty", "alltoall": "once_per_node, run as flat"}
     run_files.write_json(run / run_files.PLANS, plans | {"chosen": chosen})
     said = section(page_of(run), "what-was-decided")
     assert "num_chunks forward 2, backward 3 expert_tensor_parallel_size 2 order sparse" in said
+    assert "dispatch padded, of which at least 30% are empty alltoall node_deduplicated, run as flat" in said
     assert "order of tasks predicted ms" in said
     assert "3 reduces first 4" in said
     assert not OLD.search(said)

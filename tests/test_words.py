@@ -129,7 +129,7 @@ def test_both_words_at_once_are_an_error_that_names_both(written: dict, sentence
         ({"wires": {"combine": "fp4"}}, "fsmoe.wires.combine = \"fp4\": unknown value; did you mean 'fp8'"),
         ({"wire": "fp8"}, "fsmoe.wire: unknown key; did you mean 'comm_dtype'?"),
         ({"splitbatch": "on"}, "fsmoe.splitbatch: unknown key; did you mean 'two_batch_overlap'?"),
-        ({"dispatch": "row"}, "fsmoe.dispatch = \"row\": must be 'auto', 'unpadded' or 'padded'"),
+        ({"dispatch": "row"}, "fsmoe.dispatch = \"row\": unknown value; did you mean 'unpadded'?"),
         ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
         ({"expert_tensor_parallel_size": 0}, "fsmoe.expert_tensor_parallel_size = 0: must be greater than or equal"),
         ({"gate": {"k": "2"}}, 'fsmoe.gate.k = "2": must be an integer'),

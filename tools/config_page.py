@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from ds_fsmoe import TokenChoiceGate, registry
-from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock, old_values
+from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.schema import schema
-from ds_fsmoe.shapes import example_of, shape_in, words_for
+from ds_fsmoe.shapes import example_of, old_values, shape_in, words_for
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "config.md"
 BEGIN, END = "<!-- {}: made by tools/config_page.py -->", "<!-- end of {} -->"
@@ -73,7 +73,8 @@ def _overview() -> str:
 def _section(name: str, field: FieldInfo) -> str:
     word, *before = words_for(name, field)
     older = "".join(f" Before: `{each}`." for each in before)
-    older += "".join(f" Before: {_shown(old)} for {_shown(now)}." for old, now in old_values(field).items())
+    if values := ", ".join(f"{_shown(old)} for {_shown(now)}" for old, now in old_values(field).items()):
+        older += f" Before: {values}."
     block = shape_in(field)
     takes = _takes(SCHEMA["properties"]["fsmoe"]["properties"][word], word)
     lines = [f"### {word}", "", f"{_sentence(_does(field))}{older}", ""]

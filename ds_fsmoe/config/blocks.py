@@ -8,7 +8,6 @@ and the autotuner read the result.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal
 
@@ -26,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import CoreSchema, no_info_before_validator_function
 
 from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
-from ds_fsmoe.shapes import StrictShape
+from ds_fsmoe.shapes import OldValues, StrictShape
 
 # ---- how a field may be written
 
@@ -44,14 +43,6 @@ class NullIsAuto:
 
     def __get_pydantic_json_schema__(self, of: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         return {"anyOf": [handler(of), {"type": "null"}]}
-
-
-@dataclass(frozen=True)
-class OldValues:
-    """Marks a field some of whose values had other names in version 0.2.0: ``config/words.py`` reads these as well."""
-
-    today: Mapping[str, str]
-    """Name of a value then -> its name today."""
 
 
 class OrAlone:
@@ -97,11 +88,6 @@ AUTO_SWITCH = OrAlone(
 def alone_in(field: FieldInfo) -> tuple[str, ...]:
     """Return the fields of the block in ``field`` that a single value in place of the block sets."""
     return next((each.names for each in field.metadata if isinstance(each, OrAlone)), ())
-
-
-def old_values(field: FieldInfo) -> Mapping[str, str]:
-    """Return name of a value in version 0.2.0 -> its name today, for the values of ``field`` that were renamed."""
-    return next((each.today for each in field.metadata if isinstance(each, OldValues)), {})
 
 
 # ---- the fields

@@ -24,7 +24,7 @@ from ds_fsmoe.config.blocks import AutotuneBlock, FSMoEBlock, GateBlock, Placeme
 from ds_fsmoe.config.words import BLOCK, Words, elsewhere, words_of
 from ds_fsmoe.planning.placement_policies import policy
 from ds_fsmoe.shapes import known_keys, sentences, shown, unknown_key, words_for
-from ds_fsmoe.untrusted import suggested
+from ds_fsmoe.untrusted import NAMES_OF_BEFORE, suggested
 
 _DESCRIBED = {
     BLOCK: "docs/config.md describes all keys",
@@ -360,7 +360,10 @@ def _missing_part(kind: str, path: str, name: str, own: str) -> list[str]:
     if name in names:
         return []
     choices = names if own in names else (own, *names)
-    return [f"{BLOCK}.{path} = {shown(name)}: no such part; {suggested(name, choices)}"]
+    return [
+        f"{BLOCK}.{path} = {shown(name)}: no such part; "
+        f"{suggested(name, choices, before=NAMES_OF_BEFORE.get(kind, {}))}"
+    ]
 
 
 def _missing_order(asked: Asked) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ds_fsmoe.config.blocks import FSMoEBlock, old_values
+from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.words import BLOCK
-from ds_fsmoe.shapes import shape_in, words_for
+from ds_fsmoe.shapes import old_values, shape_in, words_for
 
 
 def schema() -> dict[str, Any]:

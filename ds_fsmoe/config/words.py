@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from ds_fsmoe.config.blocks import FSMoEBlock, alone_in, old_values
-from ds_fsmoe.shapes import known_keys, shape_in, shown, words_for
+from ds_fsmoe.config.blocks import FSMoEBlock, alone_in
+from ds_fsmoe.shapes import known_keys, old_values, shape_in, shown, words_for
 
 BLOCK = "fsmoe"
 
@@ -61,6 +61,8 @@ def words_of(written: Any) -> Words:
     if isinstance(written, Mapping) and "solver" in written:
         # Numbers of chunks are chosen by simulating all of them.
         found.old.append(f"{BLOCK}.solver = {shown(found.normalized.pop('solver'))} has no effect any more: remove it")
+    if isinstance(written, Mapping) and re.search(r"'ds_fsmoe\.([\w.]+\.)?BFloat16Wire'", str(written.get("hooks"))):
+        found.old.append(f"{BLOCK}.hooks: BFloat16Wire is now called BFloat16Communication; both work")
     return found
 
 

@@ -34,7 +34,6 @@ from ds_fsmoe.layer.replay import tape_torchs_functions
 from ds_fsmoe.layer.state import LayerState
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.ops import REFERENCE, Ops
-from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class MOELayer(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(alltoall_impl, str):
-            alltoall_impl = registry.lookup("alltoall", ALLTOALLS_OF_BEFORE.get(alltoall_impl, alltoall_impl))()
+            alltoall_impl = registry.lookup("alltoall", alltoall_impl)()
         parts = [("gate_impl", gate_impl, GateBase), ("order_impl", order_impl, OrderBase)]
         parts += [("alltoall_impl", alltoall_impl, AllToAllBase)]
         parts += [("callbacks", callback, CallbackBase) for callback in callbacks]
@@ -141,7 +140,7 @@ class MOELayer(nn.Module):
             raise ValueError(
                 f"MOELayer: pipeline_degree = {pipeline_degree!r}: must be at least 1, or a pair of such numbers"
             )
-        dispatch = DISPATCH_OF_BEFORE.get(dispatch, dispatch)
+        dispatch = DISPATCH_OF_BEFORE.get(str(dispatch), dispatch)
         if dispatch not in get_args(Dispatch):
             raise ValueError(f'MOELayer: dispatch = {dispatch!r}: must be "auto", "unpadded" or "padded"')
         if dispatch == "unpadded" and not (issubclass(kind, Routing) and alltoall_impl.takes_rows):

@@ -51,14 +51,14 @@ from ds_fsmoe.planning.schedule import (
     SPREAD,
     Lane,
 )
-from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH
+from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH, NAMES_OF_BEFORE
 
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
 AllToAll = Literal["flat", "2dh", "node_deduplicated"]
 NODE_DEDUPLICATED: AllToAll = "node_deduplicated"
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", NODE_DEDUPLICATED)
-ALLTOALLS_OF_BEFORE: Mapping[str, AllToAll] = {"once_per_node": NODE_DEDUPLICATED}
+ALLTOALLS_OF_BEFORE: Mapping[str, AllToAll] = NAMES_OF_BEFORE["alltoall"]
 """Name of an all-to-all in version 0.2.0 -> its name today. Configs, commands and files may have either."""
 
 

@@ -3,12 +3,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from ds_fsmoe.components.hooks.bfloat16_communication import BFloat16Communication as BFloat16Wire
 
 __all__ = ["BFloat16Wire"]
-
-warnings.warn(
-    "ds_fsmoe.BFloat16Wire is now called ds_fsmoe.BFloat16Communication; both work", DeprecationWarning, stacklevel=2
-)

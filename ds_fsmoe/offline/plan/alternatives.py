@@ -25,7 +25,8 @@ def exchange_of(args: argparse.Namespace, job: PlannedJob) -> PlannedJob:
     """Return the job with the all-to-all and the fan-out that the arguments ask for."""
     alltoall = ALLTOALLS_OF_BEFORE.get(args.alltoall, args.alltoall)
     if alltoall not in (*ALLTOALLS, "auto"):
-        raise ValueError(f"--alltoall = {args.alltoall!r}: {suggested(args.alltoall, (*ALLTOALLS, 'auto'))}")
+        nearest = suggested(args.alltoall, (*ALLTOALLS, "auto"), before=ALLTOALLS_OF_BEFORE)
+        raise ValueError(f"--alltoall = {args.alltoall!r}: {nearest}")
     job = replace(job, fanout=_fanout(args, job))
     if alltoall == "auto":
         steps_ms = _steps_ms(job, args.preset)

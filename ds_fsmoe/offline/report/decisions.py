@@ -9,6 +9,7 @@ Letters: E experts, G ranks that share them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,11 @@ def decided(page: Page, run: Run) -> None:
         return
     page.heading("What was decided")
     if chosen:
-        page.table(("field", "what runs"), words_of(chosen).normalized.items(), is_text=True)
+        page.table(
+            ("field", "what runs"),
+            (row for name, text in chosen.items() for row in _in_todays_words(name, text)),
+            is_text=True,
+        )
     if keeps_stock(run):
         page.paragraph("Layers run in one chunk, in DeepSpeed's order: the plans that were tried were not faster.")
     elif "choices" in plans:
@@ -51,6 +56,12 @@ def decided(page: Page, run: Run) -> None:
             f"Gradients take {step['gradients_ms']:.4g} ms, of which {step['exposed_ms']:.4g} find no idle link. "
             f"{plans['num_measured']} operations were measured; measuring and planning took {plans['took_s']:.3g} s."
         )
+
+
+def _in_todays_words(name: str, text: str) -> list[tuple[str, str]]:
+    """Return (field, what runs) of a record of any version; nothing for a field that has no effect any more."""
+    parts = [words_of({name: each}).normalized for each in re.split("([,;] )", text)]
+    return [(word, "".join(each[word] for each in parts)) for word in parts[0]]
 
 
 def keeps_stock(run: Run) -> bool:
