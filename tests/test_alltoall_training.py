@@ -175,7 +175,7 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
 
     def seen(kind: LayerKind) -> Any:
         found = sizes(kind)
-        planned_with.append(None if found.fanout is None else (found.fanout.nodes, found.fanout.ranks))
+        planned_with.append(None if found.crossings is None else (found.crossings.nodes, found.crossings.ranks))
         return found
 
     def look(module: Any, args: Any, routed: tuple[torch.Tensor, ...]) -> None:
