@@ -235,9 +235,9 @@ def test_one_sample_is_said_to_have_no_halves_and_layers_that_recompute_have(cap
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "1"]) == 0
     text = capsys.readouterr().out
     assert "--two-batch-overlap: needs at least two samples in a batch: --samples 2" in text
-    assert "in halves" not in text
+    assert "best, two-batch" not in text
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3", "--recompute"]) == 0
-    assert "in halves" in capsys.readouterr().out
+    assert "best, two-batch" in capsys.readouterr().out
     assert cli.main(["plan", "--cluster", "testbed_a", *SMALL, "--samples", "3"]) == 0
     assert "computed as if both sub-batches had 1.5" in capsys.readouterr().out
 
