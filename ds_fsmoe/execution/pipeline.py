@@ -69,7 +69,7 @@ class WholeExperts:
     again: Callable[[], AbstractContextManager] = nullcontext
     """Returns the context of a repeated call."""
     is_timed: bool = True
-    """Whether the layer's runs are reported to the step timer."""
+    """True: runs of the layer are reported to the step timer."""
 
 
 def unchunked(block: BlockPlan) -> BlockPlan:

@@ -37,7 +37,7 @@ class Contract:
     has_gate: bool = True
     """Whether the first product returns gate and value, ``gate_up_proj``, or the value alone, ``up_proj``."""
     is_concatenated: bool = True
-    """Whether gate and value are concatenated, or interleaved."""
+    """True: gate and value are concatenated. False: they are interleaved."""
     has_post_expert_norm: bool = False
     adds_down_bias: bool = True
     """Whether the second bias is added; of an expert's shards only the first adds it."""

@@ -54,7 +54,7 @@ class PlannedExpert:
     wants_up: bool
     """Whether a weight of ``form.up`` wants a gradient."""
     wants_any: bool
-    """Whether any parameter of the expert wants a gradient."""
+    """True: at least one parameter of the expert needs a gradient."""
     structure: Hashable
     """Equal for experts that can be computed together; ``None`` for one that is computed alone."""
     may_group: bool
