@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The oracle of "each token once per node": all ranks as plain loops over tokens, in one process, every row counted.
 
-Written from the law alone (docs/rows.md), with as little cleverness as possible: no buffers, no chunks, no collectives.
+Written from the law alone (docs/dispatch.md), with as little cleverness as possible: no buffers, chunks, collectives.
 Every row that is to go from one rank to another is handed on by one call, which notes it; autograd hands the gradients
 back through these calls, each the other way, and they note that too. So the rows are counted as they occur, in both
 phases, and no formula for their number is needed. Meant for float64.

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import ds_fsmoe
+from tests import pages
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*(ROOT / each for each in pages.PAGES), ROOT / "CONTRIBUTING.md"]
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]*)(?:#([^)\s]*))?\)")
 CHECK = runpy.run_path(str(ROOT / "tools" / "check_docs.py"), run_name="check_docs")
 

@@ -26,11 +26,9 @@ from benchmarks.reporting.figures import (
     unexplained,
 )
 from benchmarks.reporting.page import NAME, page
+from tests.pages import PAGES
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
-}
 OF = Results()
 CLAIMS = tuple(claims(OF))
 SECTIONS = [section for name, text in PAGES.items() for section in sections(name, text)]

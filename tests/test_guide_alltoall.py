@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An all-to-all that is added as docs/house.md says, to a copy of the checkout, passes the tests named there."""
+"""An all-to-all that is added as docs/architecture.md says, to a copy of the checkout, passes the tests named there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_guide_gate import NOT_COPIED, ROOT, run
 
-GUIDE = (ROOT / "docs" / "house.md").read_text()
+GUIDE = (ROOT / "docs" / "architecture.md").read_text()
 GUIDE = GUIDE.split("## How to add an all-to-all")[1].split("## How to add a task kind")[0]
 
 
@@ -23,7 +23,7 @@ def test_the_all_to_all_of_the_guide_is_added_as_printed(tmp_path: Path, monkeyp
     (code,) = re.findall(r"(?ms)^ *```python\n(.*?)^ *```$", GUIDE)
     (name,) = re.findall(r'@register_alltoall\("(\w+)"\)', code)
     (checkout / "ds_fsmoe" / "components" / "alltoalls" / f"{name}.py").write_text(textwrap.dedent(code))
-    page = checkout / "docs" / "parts.md"
+    page = checkout / "docs" / "gates-and-alltoalls.md"
     row = "| `alltoall` | "
     assert page.read_text().count(row) == 1
     page.write_text(page.read_text().replace(row, f"{row}`{name}` goes in rounds; "))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A gate that is added as docs/house.md says, to a copy of the checkout, passes the tests that the page names."""
+"""A gate that is added as its guide says, to a copy of the checkout, passes the tests that the page names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDE = (ROOT / "docs" / "house.md").read_text()
+GUIDE = (ROOT / "docs" / "architecture.md").read_text()
 GUIDE = GUIDE.split("## How to add a gate")[1].split("## How to add an all-to-all")[0]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "build", "dist", "*.egg-info")
 
@@ -45,7 +45,7 @@ def test_the_gate_of_the_guide_is_added_as_printed(tmp_path: Path) -> None:
     assert found, "the branch is softmax"
     formulas.write_text(before + textwrap.indent(formula, "    ") + found + after)
 
-    table = checkout / "docs" / "parts.md"
+    table = checkout / "docs" / "gates-and-alltoalls.md"
     row = next(line for line in table.read_text().splitlines() if line.startswith("| `switch` |"))
     table.write_text(table.read_text().replace(row, f"{row}\n| `{name}` | a gate of the guide | none |"))
     configs = checkout / "ds_configs"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kind of task that is added as docs/house.md says, to a copy of the checkout, is planned, measured and run."""
+"""A kind of task that is added as its guide says, to a copy of the checkout, is planned, measured and run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_guide_gate import NOT_COPIED, ROOT, run
 
-GUIDE = (ROOT / "docs" / "house.md").read_text()
+GUIDE = (ROOT / "docs" / "architecture.md").read_text()
 GUIDE = GUIDE.split("## How to add a task kind")[1].split("## How to add a planner rule")[0]
 STAGES = '"A2A_IN inter, SPREAD intra inner, EXPERT'
 PLACES = [

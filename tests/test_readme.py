@@ -17,17 +17,12 @@ import pytest
 
 from ds_fsmoe.cli import COMMANDS
 from ds_fsmoe.config.reading import ConfigError, read_block
-from tests.pages import FILE, files_of
+from tests.pages import FILE, FOLLOWED, PAGES, files_of
 from tests.scripts import on_ranks
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLLOWED = [f"docs/tutorials/{page.name}" for page in (ROOT / "docs" / "tutorials").glob("*.md")]
-"""Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
-PAGES = {
-    path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md"))
-}
 
 
 def blocks(language: str) -> list[tuple[str, str]]:
@@ -88,7 +83,7 @@ def test_the_front_page_shows_a_picture_a_figure_and_how_to_install_before_anyth
 
 
 def test_every_path_of_the_tree_exists() -> None:
-    tree = PAGES["docs/house.md"].split("## Where things are")[1].split("```")[1]
+    tree = PAGES["docs/architecture.md"].split("## Where things are")[1].split("```")[1]
     for line in tree.strip().splitlines():
         folder = "ds_fsmoe/" if line.startswith("  ") else ""
         names = re.split(r"\s{2,}|\s(?=[a-z]+ )", line.strip(), maxsplit=1)[0]
@@ -217,7 +212,7 @@ SOURCES = "\n".join(file.read_text() for file in (ROOT / "ds_fsmoe").rglob("*.py
 
 
 def test_every_error_it_explains_is_one_that_is_raised() -> None:
-    rows = [line.split("|")[1] for line in PAGES["docs/errors.md"].splitlines() if line.startswith("| `")]
+    rows = [line.split("|")[1] for line in PAGES["docs/troubleshooting.md"].splitlines() if line.startswith("| `")]
     texts = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
     assert len(texts) > 15
     joined = re.sub(r'"\s*\n\s*f?"', "", SOURCES)
@@ -232,7 +227,7 @@ def test_blocks_of_json_are_configs() -> None:
 
 
 def test_every_metric_it_lists_is_one_that_is_written() -> None:
-    table = PAGES["docs/observing.md"].split("under `fsmoe/`:")[1].split("The rows of")[0]
+    table = PAGES["docs/monitor.md"].split("under `fsmoe/`:")[1].split("The rows of")[0]
     names = re.findall(
         r"`([a-z_/]+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
     )

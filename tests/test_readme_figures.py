@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said around the figures of README and docs/benchmarks.md holds for the rows in benchmarks/results, too; that
+"""What is said around the figures of README and of the notes on figures holds for the rows of benchmarks/results; that
 each figure is that of a row is seen in test_figures.py."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.reporting.figures import Results, mean
 from benchmarks.reporting.rows import Row, newest, read
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+PAGE = (ROOT / "benchmarks" / "notes" / "figures.md").read_text()
 TEXT = " ".join(PAGE.split())
 RESULTS = ROOT / "benchmarks" / "results"
 OF = Results(RESULTS)

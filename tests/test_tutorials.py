@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.pages import Reader, blocks_of, missing
+from tests.pages import FOLLOWED, Reader, blocks_of, missing
 from tests.scripts import ROOT
 
 pytestmark = pytest.mark.long
 
-TUTORIALS = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "tutorials").glob("*.md"))}
+TUTORIALS = {Path(page).stem: text for page, text in FOLLOWED.items()}
 
 
 def test_there_is_a_tutorial_of_each_kind() -> None:

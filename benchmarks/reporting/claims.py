@@ -9,7 +9,8 @@ from benchmarks.reporting import one_gpu, one_layer, proportions, whole_models
 from benchmarks.reporting.figures import Claim, Excuse, Figure, Results
 from benchmarks.reporting.rows import newest
 
-README, PAGE, HALVES, ROWS = "README.md", "docs/benchmarks.md", "docs/halves.md", "docs/rows.md"
+README, PAGE, ROWS = "README.md", "benchmarks/notes/figures.md", "docs/dispatch.md"
+TWO_BATCH = "benchmarks/notes/two-batch-overlap.md"
 
 
 _OF_TODAY = "buckets of a packet"
@@ -85,21 +86,21 @@ def _halves(of: Results) -> Iterator[Claim]:
     ):
         share, gain = (of.cell("halves_predicted", column, form, case=case) for column, form in _PREDICTED)
         ratios = (of.ratio_in("halves", case, variant, **settings) for variant in ("in halves", "kept"))
-        yield Claim(HALVES, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+        yield Claim(TWO_BATCH, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
     case = "attention a fifth, checkpointed"
     ratios = tuple(of.ratio_in("halves", case, variant) for variant in ("in halves", "kept"))
-    yield Claim(HALVES, "| the first one, its blocks checkpointed | | {} | {} | |", ratios)
+    yield Claim(TWO_BATCH, "| the first one, its blocks checkpointed | | {} | {} | |", ratios)
     share, gain = (of.cell("halves_predicted", column, form, case="short") for column, form in _PREDICTED)
     short = of.ratio_in("halves", "short", "in halves")
     yield Claim(
-        HALVES, "| Mixtral of two layers and 64 tokens | {} | {} | the whole batch | {} |", (share, short, gain)
+        TWO_BATCH, "| Mixtral of two layers and 64 tokens | {} | {} | the whole batch | {} |", (share, short, gain)
     )
     long = next(row for row in of.rows("halves_predicted") if row["case"] == "olmoe")
     at = {"case": "olmoe", "date": long["date"]}
     share, gain = (of.cell("halves_predicted", column, form, **at) for column, form in _PREDICTED)
     ratios = (of.ratio_in("halves", "olmoe", variant, L=256) for variant in ("in halves", "kept"))
     shown = "OLMoE with its head, k = 4, 256 positions, routers' own choices"
-    yield Claim(HALVES, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+    yield Claim(TWO_BATCH, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
 
 
 def _stages(of: Results) -> Iterator[Claim]:
@@ -213,21 +214,21 @@ NOT_MEASURED = (
     Excuse("docs/autotuner.md", "# Try", OF_OTHERS),
     Excuse("docs/compatibility.md", "with transformers 5.21", OF_OTHERS),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
-    Excuse("docs/errors.md", "# When it says", OF_OTHERS),
-    Excuse("docs/gpus.md", "# NCCL", OF_OTHERS),
+    Excuse("docs/troubleshooting.md", "# When it says", OF_OTHERS),
+    Excuse("benchmarks/notes/gpus.md", "# NCCL", OF_OTHERS),
     Excuse(
-        "docs/gpus.md",
+        "benchmarks/notes/gpus.md",
         "driver 580.159, 16 cores, Python 3.12.3, torch 2.11.0 for CUDA 13, transformers 5.17",
         OF_OTHERS,
     ),
-    Excuse("docs/gpus.md", "copies at 3.0 TB/s", "of the card, measured beside the stages"),
-    Excuse("docs/halves.md", "of transformers 5.23 or later", OF_OTHERS),
+    Excuse("benchmarks/notes/gpus.md", "copies at 3.0 TB/s", "of the card, measured beside the stages"),
+    Excuse("benchmarks/notes/two-batch-overlap.md", "of transformers 5.23 or later", OF_OTHERS),
     Excuse("docs/gradients.md", "# Who adds up, and over which links", "bytes, by the formulas in the table's head"),
     Excuse("docs/gradients.md", "# Clipping without ZeRO", OF_OTHERS),
-    Excuse(HALVES, "# What it looks like", SIMULATED),
-    Excuse(HALVES, "# The order", SIMULATED),
-    Excuse(HALVES, "# What it gives", SIMULATED),
-    Excuse(HALVES, "(0.9 ms a character;", "the scale of a picture"),
+    Excuse(TWO_BATCH, "# What it looks like", SIMULATED),
+    Excuse(TWO_BATCH, "# The order", SIMULATED),
+    Excuse(TWO_BATCH, "# What it gives", SIMULATED),
+    Excuse(TWO_BATCH, "(0.9 ms a character;", "the scale of a picture"),
     Excuse("docs/how-to/docker.md", "# What can be chosen", OF_OTHERS),
     Excuse("docs/how-to/kubernetes.md", "the schemas of Kubernetes 1.37", OF_OTHERS),
     Excuse("docs/huggingface.md", "# Loading", OF_OTHERS),
@@ -239,7 +240,7 @@ NOT_MEASURED = (
     Excuse("docs/memory.md", "# The formulas", OF_OTHERS),
     Excuse("docs/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run of it"),
     Excuse("docs/memory.md", "# Limits", OF_OTHERS),
-    Excuse("docs/observing.md", "# Compare two runs", OF_OTHERS),
+    Excuse("docs/monitor.md", "# Compare two runs", OF_OTHERS),
     Excuse(
         "docs/placement.md",
         "# Where experts are",
@@ -257,9 +258,13 @@ NOT_MEASURED = (
     Excuse(ROWS, "a token's row crosses to other nodes 4.0 times on two nodes", "follows from evenly spread choices"),
     Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
     Excuse(ROWS, "of compute capability 9.0 and later", OF_OTHERS),
-    Excuse("docs/scale.md", "# What it says", SIMULATED),
-    Excuse("docs/scale.md", "# What limits", SIMULATED),
-    Excuse("docs/scale.md", "# Systems", SIMULATED),
-    Excuse("docs/scale.md", "# What computing takes", "one card's, measured outside of the benchmarks; and simulated"),
-    Excuse("docs/scale.md", "# What is assumed", OF_OTHERS),
+    Excuse("benchmarks/notes/scale.md", "# What it says", SIMULATED),
+    Excuse("benchmarks/notes/scale.md", "# What limits", SIMULATED),
+    Excuse("benchmarks/notes/scale.md", "# Systems", SIMULATED),
+    Excuse(
+        "benchmarks/notes/scale.md",
+        "# What computing takes",
+        "one card's, measured outside of the benchmarks; and simulated",
+    ),
+    Excuse("benchmarks/notes/scale.md", "# What is assumed", OF_OTHERS),
 )

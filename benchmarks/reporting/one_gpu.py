@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs/gpus.md say of a GPU, with the rows that stages of ``benchmarks/gpu`` made there."""
+"""What README and benchmarks/notes/gpus.md say of a GPU, with the rows that stages of ``benchmarks/gpu`` made there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.reporting.figures import Claim, Figure, Results
 
-PAGE = "docs/gpus.md"
+PAGE = "benchmarks/notes/gpus.md"
 LAYERS = {
     "Qwen3-30B-A3B, 2048/768/128/8": "qwen3-30b-a3b",
     "OLMoE-1B-7B, 2048/1024/64/8": "olmoe-1b-7b",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs/benchmarks.md say of single layers: in stock's best layout, and in that of the paper."""
+"""What README and the notes on figures say of single layers: in stock's best layout, and in that of the paper."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs/benchmarks.md say of whole models: one word, what each thing adds, the schedule by itself."""
+"""What README and the notes on figures say of whole models: one word, what each thing adds, the schedule by itself."""
 
 from __future__ import annotations
 

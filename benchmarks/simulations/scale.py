@@ -6,7 +6,7 @@ over as many ranks as can be, and over what lies between by doubling; and where 
 nodes with a flat all-to-all and with one that crosses to each node once.
 
 ``python -m benchmarks.simulations.scale`` simulates five models on five clusters from 8 to 4096 GPUs, in twelve minutes
-of processor time (numpy and scipy are enough). ``docs/scale.md`` says what comes out.
+of processor time (numpy and scipy are enough). ``benchmarks/notes/scale.md`` says what comes out.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class CallbackBase:
     both directions: dispatch goes to the experts, combine returns. They are not under autograd, so a hook that changes
     values must apply its adjoint in the other direction.
 
-    The four receive slots, [E, c, M], or in unpadded dispatch (docs/rows.md) rows, [rows, M]. A result with another
+    The four receive slots, [E, c, M], or in unpadded dispatch (docs/dispatch.md) rows, [rows, M]. A result with another
     number of rows is refused, since the other ranks have the old number.
 
     Examples:
