@@ -137,7 +137,7 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     times = {"predicted_ms": "3", "measured_ms": "4"}
     pairs = [("predicted_ms", "measured_ms", "steps")]
     draw_predictions([row("x", "y", 1.0) | times], pairs, tmp_path / "points.png")
-    task = {"kind": "A2A_IN", "lane": "inter", "start_ms": "0", "end_ms": "2"}
+    task = {"kind": "A2A_IN", "lane": "inter", "phase": "fwd", "start_ms": "0", "end_ms": "2"}
     draw_timelines([row("x", name, 1.0) | task for name in ("stock's", "ours")], tmp_path / "timelines.png")
     point = {"operation": "all-to-all", "unit": "byte", "size": "8", "measured_ms": "1", "line_ms": "2", "r2": "0.9"}
     draw_fits([row("x", "y", 1.0) | point], tmp_path / "fits.png")

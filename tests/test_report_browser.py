@@ -168,8 +168,13 @@ def test_a_task_says_what_it_is_and_what_it_waited_for(browser: Any, page: Path)
 
     opened(browser, page, DESK)
     chart = chart_named(browser, "tasks of one step")
-    bars = browser.find_elements("css selector", f"#{chart} .mark-rect path")
+    bars, phases = (
+        found.find_elements("css selector", "path")
+        for found in browser.find_elements("css selector", f"#{chart} .mark-rect")
+    )
     assert len(bars) == 6
+    assert len(phases) == 2  # the forward of two runs
+    assert browser.find_element("id", chart).text.count("forward") == 2
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", bars[1])
     ActionChains(browser).move_to_element(bars[1]).perform()
     said = until(browser, lambda _: browser.find_element("id", "vg-tooltip-element").text)

@@ -31,19 +31,27 @@ from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, Mpu, ranks_per_node
 from ds_fsmoe.files.traces import MEASURED, rank_file
 
-STEP = 60
-"""The one that is traced: by then plans have been tried (a dozen, three steps each) and gradients planned."""
+STEP, NUM_STEPS = 60, 9
+"""The first that is traced, when plans have been tried and gradients planned, and how many are."""
 
 
 def traced(layer: Layer, mpu: Mpu, block: dict[str, Any]) -> tuple[list[dict[str, Any]], Steps]:
-    """The tasks of one step of this rank, with times from the first one on. Collective."""
+    """The tasks of the traced step of this rank that is the median by its length, with times from the first task on.
+
+    Collective.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        trace = {"enabled": True, "start_step": STEP, "num_steps": 1, "path": folder}
-        steps = Steps(layer, "node", mpu, Found(), block | {"esp_size": ranks_per_node(), "trace": trace})
-        while steps.engine.global_steps < STEP + 2:
+        trace = {"enabled": True, "start_step": STEP, "num_steps": NUM_STEPS, "path": folder}
+        block = block | {"expert_tensor_parallel_size": ranks_per_node(), "trace": trace}
+        steps = Steps(layer, "node", mpu, Found(), block)
+        while steps.engine.global_steps < STEP + NUM_STEPS + 1:
             steps()
-        events = json.loads(rank_file(Path(folder), dist.get_rank()).read_text())["traceEvents"]
-    events = [each for each in events if each.get("cat") == MEASURED]
+        found = json.loads(rank_file(Path(folder), dist.get_rank()).read_text())["traceEvents"]
+    of_step: dict[int, list[dict[str, Any]]] = {}
+    for each in found:
+        if each.get("cat") == MEASURED:
+            of_step.setdefault(each["args"]["step"], []).append(each)
+    events = sorted(of_step.values(), key=length_us)[len(of_step) // 2]
     first_us = min(each["ts"] for each in events)
     tasks = [
         {
@@ -58,6 +66,11 @@ def traced(layer: Layer, mpu: Mpu, block: dict[str, Any]) -> tuple[list[dict[str
         for each in events
     ]
     return tasks, steps
+
+
+def length_us(events: list[dict[str, Any]]) -> float:
+    """The microseconds from the begin of the first task to the end of the last."""
+    return max(each["ts"] + each["dur"] for each in events) - min(each["ts"] for each in events)
 
 
 def fits(steps: Steps) -> list[dict[str, Any]]:
@@ -86,7 +99,7 @@ def main() -> None:
     join()
     mpu, made = Mpu(ranks_per_node()), made_with(PACKAGES)
     case = Case(str(TINY), TINY) if args.smoke else cases()[args.case]
-    tuned = {"autotune": {"enabled": True, "watch_every": 0}, "pipeline_degree": {"max": 4}}
+    tuned = {"autotune": {"enabled": True, "watch_every": 0}, "num_chunks": {"max": 4}}
     tasks = []
     for schedule, block in (("deepspeed", {}), ("best", tuned)):
         found, steps = traced(case.settings, mpu, {"schedule": schedule} | block)

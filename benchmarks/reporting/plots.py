@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.harness.outcome import AA
 from benchmarks.reporting.rows import Comparison, Row, made_with_words
 from ds_fsmoe.offline.plan.draw import colours, data_of, draw_lanes, drawing, write_picture
-from ds_fsmoe.offline.report.palette import LIGHT, RUN_COLOURS
+from ds_fsmoe.offline.report.palette import LIGHT, RUN_COLOURS, run_colours
 from ds_fsmoe.planning.schedule import Lane
 
 _WIDTH_PX = 640
@@ -19,7 +19,26 @@ _WIDTH_PX = 640
 _NAMES_PX = 230
 _FEW_CASES = 8
 _SHAPES = ("circle", "diamond", "square")
-"""Of as many variants as there are colours, of the next ones, and so on."""
+"""Of a colour's first variant, of its next one, and so on."""
+_TITLES = {
+    "whole": "Whole models",
+    "layer_best": "Two layers of the paper's grid, in stock's fastest layout",
+    "layer": "Two layers of the paper's grid, in the paper's layout",
+    "models": "Models of two layers",
+    "parts": "What each part adds",
+    "stages": "By ZeRO stage",
+}
+"""Benchmark -> what is measured in it."""
+_NAMES = {
+    "stock": "stock DeepSpeed",
+    "ours": "ds_fsmoe, one word (best)",
+    "ours, rows": "ds_fsmoe, unpadded",
+    "ours, over all ranks": "ds_fsmoe, ep_size 4",
+    "stock, no more memory": "stock in as little memory",
+}
+"""Variant -> its name in a picture, where rows have another."""
+_PRESETS = {"ours": "best"}
+"""Variant -> the preset whose colour it has."""
 
 
 def draw_ratios(found: Comparison, file: Path) -> None:
@@ -27,16 +46,18 @@ def draw_ratios(found: Comparison, file: Path) -> None:
     intervals as lines where there are such."""
     alt = drawing()
     variants = [each for each in found.variants if each not in (AA, found.baseline)]
-    colour = colours(variants, [_colour(i) for i in range(len(variants))], columns=4)
+    of_variant = run_colours(variants, _PRESETS)
+    shown = {each: _NAMES.get(each, each) for each in variants}
+    colour = colours(list(shown.values()), list(of_variant.values()), columns=4)
     of_all = [each for each in variants if found.num_measured(each) == len(found.cases)]
-    means = [{"name": each, "ratio": found.mean(each), "words": f"{found.mean(each):.2f}"} for each in of_all]
+    means = [{"name": shown[each], "ratio": found.mean(each), "words": f"{found.mean(each):.2f}"} for each in of_all]
     points = []
     for case in found.cases:
         for variant in variants:
             ratio, interval = found.ratio(case, variant), found.interval(case, variant)
             if ratio is not None:
                 low, high = interval or (ratio, ratio)
-                points.append({"case": case, "name": variant, "ratio": ratio, "low": low, "high": high})
+                points.append({"case": case, "name": shown[variant], "ratio": ratio, "low": low, "high": high})
     ends = [1.0, *(each["ratio"] for each in means), *(each[at] for each in points for at in ("low", "high"))]
     scale = alt.Scale(domain=[min(0.0, *ends), 1.04 * max(ends)], nice=False)
     one = alt.Chart(data_of([{"ratio": 1.0}])).mark_rule(color=LIGHT.ink).encode(x="ratio:Q")
@@ -57,17 +78,27 @@ def draw_ratios(found: Comparison, file: Path) -> None:
         )
     )
     words = bars.mark_text(align="left", dx=4, fontSize=12).encode(text="words:N", color=alt.value(LIGHT.ink))
-    head = alt.TitleParams(f"{found.name}: geometric mean of all cases", anchor="start", fontSize=13)
+    baseline = _NAMES.get(found.baseline, found.baseline)
+    head = alt.TitleParams(
+        f"{_TITLES.get(found.name, found.name)}: speed relative to {baseline}, 1.0 = same",
+        subtitle="Bars: geometric mean of all cases. Dots: each case, with 95% intervals where ten blocks were run.",
+        anchor="start",
+        fontSize=13,
+        subtitleFontSize=10,
+        subtitleColor=LIGHT.quiet,
+    )
     above = (bars + words + one).properties(width=_WIDTH_PX, height=26 * max(1, len(means)), title=head)
-    x = alt.X("ratio:Q", scale=scale, title=f"times faster than {found.baseline}")
+    x = alt.X("ratio:Q", scale=scale, title=f"speed relative to {baseline} (1.0 = same)")
     y = alt.Y("case:N", sort=None, axis=alt.Axis(**names, grid=True, labelExpr=_wrapped(found.cases)))
     of_cases = alt.Chart(data_of(points)).encode(y=y, color=colour)
     # Of many cases each has one line, so that they fit on a screen; of few each variant has its own.
-    apart = {"yOffset": alt.YOffset("name:N", sort=None, scale=alt.Scale(domain=variants, paddingOuter=0.3))}
+    apart = {
+        "yOffset": alt.YOffset("name:N", sort=None, scale=alt.Scale(domain=list(shown.values()), paddingOuter=0.3))
+    }
     apart, row_px = ({}, 24) if len(found.cases) > _FEW_CASES else (apart, max(34, 9 * len(variants)))
     shape = alt.Shape(
         "name:N",
-        scale=alt.Scale(domain=variants, range=[_SHAPES[i // len(RUN_COLOURS)] for i in range(len(variants))]),
+        scale=alt.Scale(domain=list(shown.values()), range=_shapes(list(of_variant.values()))),
         legend=colour["legend"],
     )
     dots = of_cases.mark_point(size=38, opacity=1, filled=True).encode(x=x, shape=shape, **apart)
@@ -77,8 +108,9 @@ def draw_ratios(found: Comparison, file: Path) -> None:
     write_picture(alt.vconcat(above, below, spacing=14), file, below=made_with_words(list(found.rows.values())))
 
 
-def _colour(number: int) -> str:
-    return RUN_COLOURS[(1 + number) % len(RUN_COLOURS)]
+def _shapes(of_colours: Sequence[str]) -> list[str]:
+    """Return the shape of each variant: those of one colour have different ones."""
+    return [_SHAPES[of_colours[:i].count(each) % len(_SHAPES)] for i, each in enumerate(of_colours)]
 
 
 def _wrapped(cases: Sequence[str]) -> str:
@@ -112,7 +144,7 @@ def draw_predictions(rows: Sequence[Row], pairs: Sequence[tuple[str, str, str]],
     largest = 1.05 * max(max(each["measured"], each["predicted"]) for each in points)
     scale = alt.Scale(domain=[0.0, largest], nice=False)
     kinds = list(dict.fromkeys(each["name"] for each in points))
-    colour = colours(kinds, [_colour(i) for i in range(len(kinds))], columns=2)
+    colour = colours(kinds, list(run_colours(kinds).values()), columns=2)
     dots = alt.Chart(data_of(points)).mark_circle(size=50, opacity=0.9)
     dots = dots.encode(
         x=alt.X("measured:Q", scale=scale, title="measured, ms"),
@@ -131,12 +163,18 @@ def draw_timelines(rows: Sequence[Row], file: Path) -> None:
     for row in rows:
         times = {"start": float(row["start_ms"]), "end": float(row["end_ms"])}
         variants.setdefault(row["variant"], []).append(
-            {"kind": row["kind"], "lane": Lane(row["lane"]), "label": "", **times}
+            {"kind": row["kind"], "lane": Lane(row["lane"]), "phase": _PHASES[row["phase"]], "label": "", **times}
         )
     ends_ms = {variant: max(each["end"] for each in tasks) for variant, tasks in variants.items()}
-    steps = [(f"{variant}: {ends_ms[variant]:.0f} ms", tasks) for variant, tasks in variants.items()]
+    steps = [
+        (f"One training step of two MoE layers, preset {variant}: {ends_ms[variant]:.0f} ms", tasks)
+        for variant, tasks in variants.items()
+    ]
     made = f"{rows[0]['case']}; {made_with_words(rows)}"
-    write_picture(draw_lanes(steps, max(ends_ms.values())), file, below=made)
+    write_picture(draw_lanes(steps, max(ends_ms.values()), "time in ms"), file, below=made)
+
+
+_PHASES = {"fwd": "forward", "bwd": "backward"}
 
 
 def draw_fits(rows: Sequence[Row], file: Path) -> None:
@@ -156,7 +194,7 @@ def draw_fits(rows: Sequence[Row], file: Path) -> None:
         for each in own[1:]:
             each.pop("row")
         chart = alt.Chart(data_of(own)).encode(x=alt.X("size:Q", title=row["unit"], axis=alt.Axis(tickCount=3)))
-        dots = chart.mark_circle(size=30, color=RUN_COLOURS[1]).encode(y=alt.Y("measured_ms:Q", title="ms"))
+        dots = chart.mark_circle(size=30, color=RUN_COLOURS[1]).encode(y=alt.Y("measured_ms:Q", title="time in ms"))
         line = chart.mark_line(color=RUN_COLOURS[2], strokeWidth=1.2).encode(y="line_ms:Q")
         head = alt.TitleParams(f"{operation}, r² {float(row['r2']):.3f}", fontSize=10, anchor="start", limit=240)
         return (line + dots).properties(width=_WIDTH_PX // 3, height=130, title=head)

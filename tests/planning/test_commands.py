@@ -97,13 +97,14 @@ def test_a_picture_compares_equal_work_and_equal_gradients() -> None:
     settings = Settings(cluster.contention, max_degree=3)
     made = report(PlannedJob(cluster, groups, PlannedModel(shape, 3), settings), "best")
     drawn = made.step_timelines()
-    lengths_ms = [line.makespan_ms for _, line in drawn]
+    lengths_ms = [line.makespan_ms for _, line, _ in drawn]
     assert lengths_ms == pytest.approx(sorted((sum(each) for each in made.times_ms.values()), reverse=True))
-    for title, line in drawn:
+    for title, line, backward_ms in drawn:
+        assert 0.0 < backward_ms < line.makespan_ms
         name = title.split(",")[0]
         gain = sum(made.times_ms["deepspeed"]) / line.makespan_ms
         assert title == f"{name}, {gain:.2f}x over deepspeed"
-    sizes = [work_of(line) for _, line in drawn]
+    sizes = [work_of(line) for _, line, _ in drawn]
     assert {GRAD, EXPERT_GRAD, EXPERT} <= set(sizes[0])
     assert all(each == pytest.approx(sizes[0]) for each in sizes[1:])
 

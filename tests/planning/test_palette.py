@@ -8,21 +8,25 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from ds_fsmoe.offline.report.charts import phase_spans
 from ds_fsmoe.offline.report.palette import (
     DARK,
     LANE_NAMES,
     LANES,
     LIGHT,
     PALETTE,
+    PRESET_COLOURS,
     RUN_COLOURS,
     TASK_NAMES,
     colour_of,
     linear,
     luminance,
+    run_colours,
     task_name,
     text_on,
 )
 from ds_fsmoe.planning import schedule as kinds
+from ds_fsmoe.planning.decide.presets import NAMES
 
 IN_ONE_LANE = {
     "compute": (
@@ -71,8 +75,19 @@ def test_every_kind_of_task_has_words_and_a_colour() -> None:
     assert set(LANES) == set(LANE_NAMES)
 
 
+def test_a_preset_has_one_colour_in_every_picture_and_nothing_else_has_it_there() -> None:
+    assert PRESET_COLOURS.keys() == {"stock", *NAMES}
+    assert len(set(PRESET_COLOURS.values())) == len(PRESET_COLOURS)
+    few = run_colours(("ours", "AutoEP", "tutel"), {"ours": "best"})
+    many = run_colours(("AutoEP", *NAMES))
+    assert few["ours"] == many["best"] == PRESET_COLOURS["best"]
+    assert few["tutel"] == many["tutel"] == PRESET_COLOURS["tutel"]
+    assert len(set(few.values())) == 3
+    assert many["AutoEP"] not in [many[each] for each in NAMES]
+
+
 def test_runs_can_be_read_on_light_and_on_dark_paper() -> None:
-    for colour in RUN_COLOURS:
+    for colour in {*RUN_COLOURS, *PRESET_COLOURS.values()}:
         for paper in (LIGHT, DARK):
             dark, light = sorted((luminance(colour), luminance(paper.ground)))
             assert (light + 0.05) / (dark + 0.05) > 2.9, (colour, paper.ground)
@@ -83,3 +98,8 @@ def test_runs_can_be_read_on_light_and_on_dark_paper() -> None:
 def test_words_in_a_task_are_read_on_its_colour(colour: str) -> None:
     dark, light = sorted((luminance(colour), luminance(text_on(colour))))
     assert (light + 0.05) / (dark + 0.05) > 4.0
+
+
+def test_a_phase_is_marked_from_its_first_task_to_its_last_and_again_for_the_next_micro_batch() -> None:
+    tasks = [("forward", 0.0, 2.0), ("forward", 1.0, 4.0), ("backward", 4.0, 6.0), ("forward", 6.0, 7.0)]
+    assert phase_spans(reversed(tasks)) == [("forward", 0.0, 4.0), ("backward", 4.0, 6.0), ("forward", 6.0, 7.0)]

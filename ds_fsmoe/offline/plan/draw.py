@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from ds_fsmoe.offline.report.charts import needs
-from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, LIGHT, colour_of, task_name, text_on
+from ds_fsmoe.offline.report.charts import needs, phase_spans
+from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, LIGHT, PHASE_COLOURS, colour_of, task_name, text_on
 from ds_fsmoe.planning.schedule import HOLD
 from ds_fsmoe.planning.timeline import Timeline
 
@@ -81,15 +81,15 @@ def draw_lanes(
     """Return a chart of tasks on their lanes, with steps one above the other on one axis.
 
     Args:
-        steps: the title and the tasks of each: ``kind``, ``lane``, ``start``, ``end`` in ms, and ``label``, which is
-            written into tasks that are wide enough.
+        steps: the title and the tasks of each: ``kind``, ``lane``, ``phase``, ``start``, ``end`` in ms, and ``label``,
+            which is written into tasks that are wide enough.
         length_ms: the end of the axis.
         x_title: the title of the axis.
         columns: the number of columns of the legend.
     """
     alt = drawing()
     scale = alt.Scale(domain=[0.0, length_ms or 1.0], nice=False)
-    lanes = [LANE_NAMES[lane] for lane in LANES]
+    lanes = ["phase", *(LANE_NAMES[lane] for lane in LANES)]
     y = alt.Y("lane:N", scale=alt.Scale(domain=lanes, paddingInner=0.15), axis=alt.Axis(title=None, ticks=False))
     kinds = dict.fromkeys(task["kind"] for _, tasks in steps for task in tasks)
     colour = colours([task_name(kind) for kind in kinds], [colour_of(kind) for kind in kinds], columns)
@@ -115,17 +115,32 @@ def draw_lanes(
         words = of_step.mark_text(fontSize=9).encode(
             x=alt.X("at:Q", scale=scale), y=y, text="label:N", color=alt.Color("ink:N", scale=None)
         )
+        spans = phase_spans((task["phase"], task["start"], task["end"]) for task in tasks)
+        of_phases = alt.Chart(
+            data_of(
+                {"lane": "phase", "phase": phase, "shade": PHASE_COLOURS[phase], "at": (begin + end) / 2}
+                | {"start": begin, "end": end}
+                for phase, begin, end in spans
+            )
+        )
+        stretches = of_phases.mark_rect(stroke=LIGHT.ground, strokeWidth=0.5).encode(
+            x=alt.X("start:Q", scale=scale), x2="end:Q", y=y, color=alt.Color("shade:N", scale=None)
+        )
+        named = of_phases.mark_text(fontSize=10, color=LIGHT.ink)
+        named = named.encode(x=alt.X("at:Q", scale=scale), y=y, text="phase:N")
         head = alt.TitleParams(title, anchor="start", fontSize=13)
-        return (bars + words).properties(width=WIDTH_PX, height=_LANE_PX * len(LANES), title=head)
+        return alt.layer(bars, words, stretches, named).properties(
+            width=WIDTH_PX, height=_LANE_PX * len(lanes), title=head
+        )
 
     return alt.vconcat(*(of(number, *step) for number, step in enumerate(steps)), spacing=12)
 
 
-def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[bytes]) -> None:
+def save_png(timelines: Sequence[tuple[str, Timeline, float]], path: str | Path | IO[bytes]) -> None:
     """Draw timelines one above the other on one scale, and write them to a file.
 
     Args:
-        timelines: the title and the timeline of each row.
+        timelines: the title and the timeline of each row, and the ms at which its backward begins.
         path: the file to write.
 
     Raises:
@@ -133,11 +148,12 @@ def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[by
     """
     steps = [
         (
-            f"{title}: {timeline.makespan_ms:.2f} ms",
+            f"{title}: one step, {timeline.makespan_ms:.2f} ms",
             [
                 {
                     "kind": span.task.kind,
                     "lane": span.task.lane,
+                    "phase": "forward" if span.start_ms < backward_ms else "backward",
                     "start": span.start_ms,
                     "end": span.end_ms,
                     "label": str(span.task.chunk + 1),
@@ -146,7 +162,7 @@ def save_png(timelines: Sequence[tuple[str, Timeline]], path: str | Path | IO[by
                 if span.task.kind != HOLD
             ],
         )
-        for title, timeline in timelines
+        for title, timeline, backward_ms in timelines
     ]
-    longest_ms = max((timeline.makespan_ms for _, timeline in timelines), default=0.0)
-    write_picture(draw_lanes(steps, longest_ms, "ms; the number in a task is its chunk"), path)
+    longest_ms = max((timeline.makespan_ms for _, timeline, _ in timelines), default=0.0)
+    write_picture(draw_lanes(steps, longest_ms, "time in ms; the number in a task is its chunk"), path)

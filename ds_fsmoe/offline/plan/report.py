@@ -178,8 +178,8 @@ class Report:
         few = (self.layers[middle],) * 2
         return self.timelines(replace(plan, layers=few, forward=(forward,) * 2, backward=(backward,) * 2, tail=()))
 
-    def step_timelines(self, *, is_two_batch: ModelPlan | None = None) -> list[tuple[str, Timeline]]:
-        """Return (title, timeline) of the whole step of every preset, forward and backward, the slowest first.
+    def step_timelines(self, *, is_two_batch: ModelPlan | None = None) -> list[tuple[str, Timeline, float]]:
+        """Return (title, timeline, begin of the backward in ms) of the whole step of every preset, the slowest first.
 
         All presets do the same work and send the same gradients, so their lengths are comparable.
 
@@ -194,7 +194,7 @@ class Report:
             shift_ms = forward.makespan_ms
             later = (Span(each.task, each.start_ms + shift_ms, each.end_ms + shift_ms, None) for each in backward.spans)
             gain = times_ms[STOCK] / times_ms[name]
-            drawn.append((f"{name}, {gain:.2f}x over {STOCK}", Timeline((*forward.spans, *later))))
+            drawn.append((f"{name}, {gain:.2f}x over {STOCK}", Timeline((*forward.spans, *later)), shift_ms))
         return drawn
 
     def trace(self) -> str:

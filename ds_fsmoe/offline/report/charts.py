@@ -16,7 +16,17 @@ from typing import Any
 import numpy as np
 
 from ds_fsmoe.offline.report.critical_path import MeasuredTask
-from ds_fsmoe.offline.report.palette import LANE_NAMES, LANES, OTHER, RUN_COLOURS, colour_of, task_name, text_on
+from ds_fsmoe.offline.report.palette import (
+    LANE_NAMES,
+    LANES,
+    LIGHT,
+    OTHER,
+    PHASE_COLOURS,
+    RUN_COLOURS,
+    colour_of,
+    task_name,
+    text_on,
+)
 
 ROWS = "rows"
 """The name of the data of a chart."""
@@ -105,8 +115,23 @@ def zoom(alt: ModuleType) -> Any:
 
 
 def colours_of(names: Sequence[str], first: int = 0) -> dict[str, str]:
-    """Return the colour of each name: the colours of runs, from number ``first`` on."""
+    """Return the colour of each name: the colours of runs in their order, from number ``first`` on."""
     return {name: RUN_COLOURS[(first + number) % len(RUN_COLOURS)] for number, name in enumerate(names)}
+
+
+def phase_spans(tasks: Iterable[tuple[str, float, float]]) -> list[tuple[str, float, float]]:
+    """Return (phase, begin, end) of each stretch in which all tasks that begin are of one phase, in order of time.
+
+    Args:
+        tasks: (phase, begin, end) of each task, in any unit.
+    """
+    spans: list[tuple[str, float, float]] = []
+    for phase, begin, end in sorted(tasks, key=lambda each: each[1]):
+        if spans and spans[-1][0] == phase:
+            spans[-1] = (phase, spans[-1][1], max(end, spans[-1][2]))
+        else:
+            spans.append((phase, begin, end))
+    return spans
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
@@ -421,6 +446,8 @@ def task_rows(number: int, step: TracedStep) -> list[dict[str, Any]]:
                 "chunk": str(each.chunk + 1),
                 "ink": text_on(colour_of(each.kind)),
                 "where": f"{each.layer} {_PHASES.get(each.phase, each.phase)}",
+                "phase": _PHASES.get(each.phase, each.phase),
+                "run_number": number,
                 "lane": LANE_NAMES[each.lane],
                 "run": step.title,
                 "waited": _waited(each, needed),
@@ -466,13 +493,28 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
         {"row": _row(number, "head"), "words": f"{step.title}: {step.length_ms:.4g} ms"}
         for number, step in enumerate(steps)
     ]
-    order = [_row(number, what) for number in range(len(steps)) for what in ("head", *map(str, LANES))]
+    order = [_row(number, what) for number in range(len(steps)) for what in ("head", "phase", *map(str, LANES))]
+    phases = [
+        {
+            "row": _row(number, "phase"),
+            "phase": phase,
+            "shade": PHASE_COLOURS.get(phase, OTHER),
+            "at": (begin + end) / 2,
+        }
+        | {"x": begin, "x2": end}
+        for number in range(len(steps))
+        for phase, begin, end in phase_spans(
+            (each["phase"], each["x"], each["x2"]) for each in rows if each["run_number"] == number
+        )
+    ]
     kinds: dict[str, str] = {}
     for kind in (each.kind for step in steps for each in step.tasks):
         kinds.setdefault(task_name(kind), colour_of(kind))
     # Rows have internal numbers that the chart does not show.
     lane_words = " : ".join(
-        f"datum.value == '{_row(n, str(lane))}' ? '{LANE_NAMES[lane]}'" for n in range(len(steps)) for lane in LANES
+        f"datum.value == '{_row(n, what)}' ? '{words}'"
+        for n in range(len(steps))
+        for what, words in (("phase", "phase"), *((str(lane), LANE_NAMES[lane]) for lane in LANES))
     )
     axis = alt.Axis(labelExpr=f"{lane_words} : ''", title=None, ticks=False, domain=False, grid=False, minExtent=76)
     y = alt.Y("row:N", scale=alt.Scale(domain=order, paddingInner=0.12), axis=axis)
@@ -517,7 +559,14 @@ def draw_timeline(steps: Sequence[TracedStep]) -> Chart:
     )
     titles = alt.Chart(alt.NamedData("heads")).mark_text(align="left", baseline="middle", fontWeight=600)
     titles = titles.encode(x=alt.value(0), y=y, text="words:N")
-    layers = [bars.add_params(zoom(alt), hovered), labels, titles]
+    of_phases = alt.Chart(alt.NamedData("phases"))
+    stretches = of_phases.mark_rect(clip=True).encode(
+        x=x, x2="x2:Q", y=y, color=alt.Color("shade:N", scale=None), tooltip=alt.Tooltip("phase:N")
+    )
+    within = f"datum.x2 - datum.x > {_WORDS_SHARE} * {sight} ? datum.phase : ''"
+    phase_words = of_phases.transform_calculate(label=within).mark_text(fontSize=11, clip=True, color=LIGHT.ink)
+    phase_words = phase_words.encode(x=alt.X("at:Q", scale=x_scale), y=y, text="label:N")
+    layers = [bars.add_params(zoom(alt), hovered), labels, titles, stretches, phase_words]
     about = "tasks of one step on their lanes: " + " and ".join(step.title for step in steps)
-    data = {ROWS: rows, "heads": heads}
+    data = {ROWS: rows, "heads": heads, "phases": phases}
     return chart_of(about, alt.layer(*layers), data, _ROW_PX * len(order), is_broad=True)

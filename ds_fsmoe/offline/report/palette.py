@@ -8,7 +8,10 @@ It is data and imports no drawing package. Colours of one lane differ for colour
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ds_fsmoe.planning import schedule as kinds
 from ds_fsmoe.planning.schedule import Lane
@@ -84,11 +87,38 @@ PALETTE: dict[str, str] = {
     kinds.HOLD: "#e8eaed",
 }
 """Kind of task -> the colour of its bar."""
+PHASE_COLOURS: dict[str, str] = {"forward": "#dfe3e8", "backward": "#b9c0ca"}
+"""Phase -> the colour of its bar above the lanes."""
 OTHER = "#b5b8a0"
 """The colour of a kind that has none of its own, such as an operation that a user has added."""
 
 RUN_COLOURS: tuple[str, ...] = ("#767b84", "#2a7fd4", "#d1631c", "#1f9a72", "#8f5fc4", "#b8860b", "#c4518f", "#4d6a2f")
 """Of what is compared: stock or whatever is the baseline, ours, and further ones; to be read on either paper."""
+
+PRESET_COLOURS: dict[str, str] = {
+    "stock": RUN_COLOURS[0],
+    "deepspeed": RUN_COLOURS[7],
+    "tutel": RUN_COLOURS[2],
+    "tutel_improved": RUN_COLOURS[5],
+    "pipemoe_lina": RUN_COLOURS[3],
+    "lina": RUN_COLOURS[6],
+    "fsmoe_no_iio": "#1b8a94",
+    "fsmoe": RUN_COLOURS[4],
+    "best": RUN_COLOURS[1],
+}
+"""Preset -> its colour in every picture; ``best`` is ours."""
+
+
+def run_colours(names: Sequence[str], presets: Mapping[str, str] = MappingProxyType({})) -> dict[str, str]:
+    """Return the colour of each name: a preset's own, else the next one that no preset among the names has.
+
+    Args:
+        names: the names in their order.
+        presets: the preset that a name stands for, where it is not its own.
+    """
+    found = {each: PRESET_COLOURS.get(presets.get(each, each)) for each in names}
+    free = itertools.cycle([each for each in RUN_COLOURS if each not in found.values()] or RUN_COLOURS)
+    return {name: colour or next(free) for name, colour in found.items()}
 
 
 @dataclass(frozen=True)
