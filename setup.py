@@ -45,14 +45,14 @@ def compiled_ops() -> dict[str, Any]:
     return {"ext_modules": [b.builder() for b in builders], "cmdclass": {"build_ext": BuildExtension}}
 
 
-class BuildWithDoor(build_py):
+class BuildWithEntryPoint(build_py):
     """Builds the packages and puts the file for ``DS_FSMOE`` beside them, where an interpreter that starts reads it."""
 
     def run(self) -> None:
         super().run()
         # An editable wheel has nothing of what is built, but what lies where it is packed.
         folder = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
-        self.copy_file(str(ROOT / "ds_fsmoe" / "ds_fsmoe_door.pth"), folder)
+        self.copy_file(str(ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth"), folder)
 
 
 readme = ROOT / "README.md"
@@ -137,6 +137,6 @@ setup(
     include_package_data=False,
     entry_points={"console_scripts": ["ds_fsmoe = ds_fsmoe.cli:main"]},
     zip_safe=False,
-    cmdclass={"build_py": BuildWithDoor, **ops.pop("cmdclass", {})},
+    cmdclass={"build_py": BuildWithEntryPoint, **ops.pop("cmdclass", {})},
     **ops,
 )

@@ -4,7 +4,7 @@
 Importing this package loads neither torch nor DeepSpeed and builds nothing: a public name is imported at its first use.
 In a process that a launcher has started, it asks NCCL for the order in which collectives begin. That has to precede the
 first process group (see ``distributed/launch_order.py``). It also observes DeepSpeed's engines once DeepSpeed is
-imported: an engine that does not read an enabled block logs a warning (see ``door.py``).
+imported: an engine that does not read an enabled block logs a warning (see ``env_entry_point.py``).
 
 Public names are those in ``__all__``, and the names for writing a gate: those of ``TokenChoiceGate``'s module and of
 ``components/gate.py``. All others are internal and may change with any version.
@@ -16,7 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from ds_fsmoe.distributed.launch_order import ask_as_rank as _ask_as_rank
-from ds_fsmoe.door import watch_engines as _watch_engines
+from ds_fsmoe.env_entry_point import watch_engines as _watch_engines
 from ds_fsmoe.versions import VERSION as __version__
 
 if TYPE_CHECKING:

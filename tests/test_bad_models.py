@@ -56,7 +56,7 @@ def test_a_wrong_block_is_refused_before_any_process_group() -> None:
     assert "fsmoe.gate.k = 7: must be between 1 and num_experts (4 in moes.0)" in message
 
 
-def test_a_misspelt_block_is_refused_through_the_door() -> None:
+def test_a_misspelt_block_is_refused_through_the_entry_point() -> None:
     assert refused(SmallModel(Case(), rank=0), {"fs_moe": {}}).startswith("fs_moe = ...: no such block")
 
 

@@ -116,7 +116,7 @@ TOP_LEVEL: dict[str, str] = {
     "__init__.py": "the public names",
     "__main__.py": "python -m ds_fsmoe",
     "cli.py": "the console script",
-    "door.py": "the door by DS_FSMOE, read by the wheel's .pth file",
+    "env_entry_point.py": "the entry point by DS_FSMOE, read by the wheel's .pth file",
     "log.py": "what is said in the log",
     "registry.py": "the shelf of parts",
     "run.py": "deepspeed --module ds_fsmoe.run",
@@ -183,7 +183,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 WITHOUT_TORCH = (
     *("planning", "planning/decide", "planning/job", "planning/lina", "config", "files", "routes", "terminal"),
     *("offline", "offline/commands", "offline/models", "offline/plan", "offline/report"),
-    *("__init__.py", "__main__.py", "cli.py", "door.py", "registry.py", "run.py", "shapes.py"),
+    *("__init__.py", "__main__.py", "cli.py", "env_entry_point.py", "registry.py", "run.py", "shapes.py"),
     *("untrusted.py", "versions.py"),
     *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
 )
@@ -207,7 +207,7 @@ STATEMENTS: dict[str, int] = {
     "layer": 3168,
     "measuring": 1250,
     "observing": 1277,
-    "offline": 5970,
+    "offline": 6001,
     "ops": 736,
     "placement": 676,
     "planning": 4946,

@@ -183,8 +183,8 @@ def test_a_block_from_outside_takes_the_place_of_every_other(tmp_path: Path) -> 
 @sampled(("block", "order"), [(ENABLED, "auto"), ('{"enabled": false}', "stock")], kept=[0])
 def test_a_script_with_its_config_inside_is_given_a_block(start: Any, block: str, order: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    door_in = ["--module", "ds_fsmoe.run"] if start is launch else [str(ROOT / "ds_fsmoe" / "run.py")]
-    said = start(tmp_path, *door_in, "--fsmoe", block, "train.py", "--fsmoe", "mine")
+    runner = ["--module", "ds_fsmoe.run"] if start is launch else [str(ROOT / "ds_fsmoe" / "run.py")]
+    said = start(tmp_path, *runner, "--fsmoe", block, "train.py", "--fsmoe", "mine")
     for rank in range(2):
         assert said.count(f"rank {rank}: {order}, its own argument is mine") == 2
 

@@ -85,7 +85,7 @@ def test_importing_the_package_asks_in_the_processes_of_a_launcher_alone(before:
     assert done.stdout.split() == [after, "False"], done.stderr
 
 
-def test_both_doors_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_entry_points_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     seen: list[str | None] = []
 

@@ -25,7 +25,6 @@ NAMES: dict[str, str] = {
     "bfloat16_wire": "module of version 0.2.0, by which configs name the hook",
     "Wires": "class of the builder of version 0.2.0",
     "pays_within": "key of version 0.2.0",
-    "door": "its name is in the .pth file of each installation",
     "look_again": "public name of version 0.2.0",
     "says_entropy": "a gate of a user may have it",
     "fullest_at_home": "a field of what ds_fsmoe.inference records",

@@ -29,7 +29,7 @@ specifiers = pytest.importorskip("packaging.specifiers")
 REPOSITORY = Path(__file__).resolve().parents[1]
 VERSIONS = runpy.run_path(str(REPOSITORY / "ds_fsmoe" / "versions.py"))
 SITE_PACKAGES = sysconfig.get_path("purelib")
-DOOR = REPOSITORY / "ds_fsmoe" / "ds_fsmoe_door.pth"
+ENTRY_POINT = REPOSITORY / "ds_fsmoe" / "ds_fsmoe_entry_point.pth"
 """Read by each interpreter that starts, from where it lies beside the package."""
 
 FIND_BUILDERS = """
@@ -128,8 +128,8 @@ def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> No
 
 def test_only_one_top_level_package_is_installed(wheel: zipfile.ZipFile) -> None:
     top_level = {name.split("/")[0] for name in wheel.namelist()}
-    assert top_level == {"ds_fsmoe", f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info", DOOR.name}
-    assert wheel.read(DOOR.name) == DOOR.read_bytes()
+    assert top_level == {"ds_fsmoe", f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info", ENTRY_POINT.name}
+    assert wheel.read(ENTRY_POINT.name) == ENTRY_POINT.read_bytes()
 
 
 def test_a_plain_wheel_holds_nothing_compiled(wheel: zipfile.ZipFile) -> None:
@@ -211,7 +211,7 @@ def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> No
     )
     (editable,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
-    assert (tmp_path / "site" / DOOR.name).read_bytes() == DOOR.read_bytes()
+    assert (tmp_path / "site" / ENTRY_POINT.name).read_bytes() == ENTRY_POINT.read_bytes()
     activate = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
     files = run_python(activate + FIND_BUILDERS, [tmp_path / "site", SITE_PACKAGES], tmp_path)
     assert Path(files[-1]).resolve() == source / "csrc/cpu/slots.cpp"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Warns if an engine is made without ds_fsmoe, so that its block is never read.
 
-Layers outside of an engine of ours call it, and so do the hooks that ``ds_fsmoe/door.py`` puts on DeepSpeed's engines.
+Layers outside of an engine of ours call it, and so do the hooks that ``ds_fsmoe/env_entry_point.py`` puts on
+DeepSpeed's engines.
 """
 
 from __future__ import annotations

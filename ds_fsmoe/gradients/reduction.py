@@ -287,7 +287,7 @@ def _describe(plan: GradientPlan, flats: Sequence[FlatGradients]) -> str:
 
 
 def _flats(
-    door: Stage0 | Stages1And2,
+    stage: Stage0 | Stages1And2,
     groups: dict[str, FSMoEGroups],
     asked: GradientPartitionBlock,
     mode: Mode,
@@ -298,16 +298,16 @@ def _flats(
     experts: dict[tuple[str, torch.dtype], list[nn.Parameter]] = defaultdict(list)
     everyone = next(iter(groups.values()))
     # From the last to the first, as a backward makes them, until a backward has been seen.
-    for parameter in reversed(door.parameters()):
+    for parameter in reversed(stage.parameters()):
         if not is_moe_param(parameter):
-            dense[door.comm_dtype(parameter)].append(parameter)
+            dense[stage.comm_dtype(parameter)].append(parameter)
         elif stock_groups._get_expert_data_parallel_group(parameter.group_name).size() > 1:
-            experts[parameter.group_name, door.comm_dtype(parameter)].append(parameter)
+            experts[parameter.group_name, stage.comm_dtype(parameter)].append(parameter)
     if not dense:
         dense[torch.float32] = []
     # A slice of one tensor mostly has one owner, whose link alone would carry what all other ranks have of it.
-    owners = door.owners if asked.collective != "all_reduce" and mode != "micro_ops" else None
-    if isinstance(door, Stages1And2) and not partitions_match(door.optimizer, groups):
+    owners = stage.owners if asked.collective != "all_reduce" and mode != "micro_ops" else None
+    if isinstance(stage, Stages1And2) and not partitions_match(stage.optimizer, groups):
         owners = None
     sets = [(EXPERT_GRAD, of, dtype, groups[name], "edp") for (name, dtype), of in experts.items()]
     sets += [(GRAD, of, dtype, everyone, "dp") for dtype, of in dense.items()]
@@ -315,6 +315,6 @@ def _flats(
     for kind, parameters, dtype, of, ranks in sets:
         group = communicator_like(of, ranks)
         nodes = None if asked.levels == 1 else node_links(of, ranks, "gradients")
-        of_kind = kind, parameters, dtype, group, door.scaling(), door.device
-        made.append(FlatGradients(*of_kind, background, nodes, owners, door.is_needed, door.most))
+        of_kind = kind, parameters, dtype, group, stage.scaling(), stage.device
+        made.append(FlatGradients(*of_kind, background, nodes, owners, stage.is_needed, stage.most))
     return made

@@ -85,21 +85,21 @@ def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | N
     Raises:
         ValueError: the block is given to both, cannot be read, or the command lacks ``ds_fsmoe.run``.
     """
-    door = next((place for place, each in enumerate(command) if each in ("ds_fsmoe.run", "-mds_fsmoe.run")), None)
-    if door is None:
+    runner = next((place for place, each in enumerate(command) if each in ("ds_fsmoe.run", "-mds_fsmoe.run")), None)
+    if runner is None:
         if given is None:
             return None
         raise ValueError(
             f"{OPTION} reaches the script through ds_fsmoe.run, which is not in the command: start the script with "
             "deepspeed --module ds_fsmoe.run train.py (python and torchrun: -m ds_fsmoe.run)"
         )
-    written, options, script = take_option(command[door + 1 :])
+    written, options, script = take_option(command[runner + 1 :])
     if given is not None and written is not None:
         raise ValueError(f"{OPTION} is given to compare and in the command; remove one")
     text = written if given is None else given
     if text is None:
         return None
-    return TrainingCommand({"fsmoe": read_given(text)}, [*command[: door + 1], OPTION], "", [*options, *script])
+    return TrainingCommand({"fsmoe": read_given(text)}, [*command[: runner + 1], OPTION], "", [*options, *script])
 
 
 def find_config(command: Sequence[str]) -> TrainingCommand:

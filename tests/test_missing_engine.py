@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who builds a model of our layers and goes through none of the doors is told so, once, and pays for it once."""
+"""Who builds a model of our layers and uses none of the entry points is told so, once, and pays for it once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -38,37 +39,37 @@ def warnings_of_engines(rank: int, world_size: int) -> dict[str, int]:
 
     x = torch.randn(BATCH, LENGTH, WIDTH)
     engine_of(ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": True, "ops": "reference"})(x, x)
-    note("through a door")
+    note("through an entry point")
     engine_of(ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": False})(x, x)
-    note("through a door, disabled")
+    note("through an entry point, disabled")
     engine_of(deepspeed.initialize, deepspeed.moe.layer.MoE)(x, x)
     note("layers of DeepSpeed's")
     engine = engine_of(deepspeed.initialize, ds_fsmoe.MoE)
     engine.eval()
     with torch.no_grad():
         engine(x, x)
-    note("no door, evaluated")
+    note("no entry point, evaluated")
     engine.train()
     engine(x, x)
-    note("no door, trained")
+    note("no entry point, trained")
     checks = [each.deepspeed_moe.fsmoe.checks for each in engine.module.moes]
     heard["checks left"] = sum(map(len, checks))
     engine(x, x)
     engine_of(deepspeed.initialize, ds_fsmoe.MoE)(x, x)
-    note("no door, trained on")
+    note("no entry point, trained on")
     return heard
 
 
-def test_training_without_a_door_is_warned_of_once_and_on_the_first_rank(tmp_path: Path) -> None:
+def test_training_without_an_entry_point_is_warned_of_once_and_on_the_first_rank(tmp_path: Path) -> None:
     first, second = run_on_ranks(warnings_of_engines, 2, tmp_path)
     assert first == {
-        "through a door": 0,
-        "through a door, disabled": 0,
+        "through an entry point": 0,
+        "through an entry point, disabled": 0,
         "layers of DeepSpeed's": 0,
-        "no door, evaluated": 0,
-        "no door, trained": 1,
+        "no entry point, evaluated": 0,
+        "no entry point, trained": 1,
         "checks left": 0,
-        "no door, trained on": 1,
+        "no entry point, trained on": 1,
     }
     assert set(second.values()) == {0}
 
@@ -120,10 +121,20 @@ def test_engines_are_looked_at_whichever_is_imported_first_and_deepspeeds_functi
     code += "inspect.signature(engine).parameters, engine.__globals__['__name__'], deepspeed.initialize.__module__)"
     environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.stdout.split()[-4:] == ["__init__", "True", "ds_fsmoe.door", "deepspeed"], done.stderr
+    assert done.stdout.split()[-4:] == ["__init__", "True", "ds_fsmoe.env_entry_point", "deepspeed"], done.stderr
 
 
 def test_a_layer_without_any_engine_is_nobodys_mistake() -> None:
     layer = ds_fsmoe.MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH), num_experts=4)
     layer(torch.randn(5, WIDTH))
     assert layer.deepspeed_moe.fsmoe.checks == []
+
+
+def test_engines_are_watched_once_however_often_it_is_asked_for() -> None:
+    from ds_fsmoe.env_entry_point import _watch_engines_of
+
+    module = SimpleNamespace(DeepSpeedEngine=type("DeepSpeedEngine", (), {}))
+    _watch_engines_of(module)
+    watched = module.DeepSpeedEngine.__init__
+    _watch_engines_of(module)
+    assert module.DeepSpeedEngine.__init__ is watched

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three doors, one mechanism: initialize, install, and run for a script that stays untouched."""
+"""Three entry points, one mechanism: initialize, install, and run for a script that stays untouched."""
 
 from __future__ import annotations
 
@@ -133,8 +133,8 @@ def test_install_refuses_to_be_gone_past(monkeypatch) -> None:
         ds_fsmoe.install()
 
 
-def look_through_every_door(rank: int, world_size: int) -> dict[str, tuple[str, str, str, bool]]:
-    """Door -> the classes of engine, inner layer and gate, and whether the engine says that it is on."""
+def look_through_every_entry_point(rank: int, world_size: int) -> dict[str, tuple[str, str, str, bool]]:
+    """Entry point -> the classes of engine, inner layer and gate, and whether the engine says that it is on."""
 
     def look(name: str, initialize, moe_class: type, **blocks) -> None:
         case = Case(ep_size=2, stage=1)
@@ -161,10 +161,10 @@ def look_through_every_door(rank: int, world_size: int) -> dict[str, tuple[str, 
     look("enabled", ds_fsmoe.initialize, stock, fsmoe={"enabled": True})
     look("disabled", ds_fsmoe.initialize, stock, fsmoe={"enabled": False})
     look("no block", ds_fsmoe.initialize, stock)
-    look("block without a door", deepspeed.initialize, stock, fsmoe={"enabled": True})
+    look("block without an entry point", deepspeed.initialize, stock, fsmoe={"enabled": True})
     look("our MoE, disabled", ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": False})
     look("our MoE, no block", ds_fsmoe.initialize, ds_fsmoe.MoE)
-    look("our MoE, no door", deepspeed.initialize, ds_fsmoe.MoE)
+    look("our MoE, no entry point", deepspeed.initialize, ds_fsmoe.MoE)
     ds_fsmoe.install()
     look("installed, enabled", deepspeed.initialize, stock, fsmoe={"enabled": True})
     look("installed, no block", deepspeed.initialize, stock)
@@ -175,16 +175,16 @@ OURS = ("FSMoEEngine", "FSMoELayer", "FSMoEGate", True)
 STOCK = ("DeepSpeedEngine", "MOELayer", "TopKGate", False)
 
 
-def test_every_door_leads_to_our_layer_exactly_when_the_block_is_enabled(tmp_path: Path) -> None:
-    for seen in run_on_ranks(look_through_every_door, 2, tmp_path):
+def test_every_entry_point_leads_to_our_layer_exactly_when_the_block_is_enabled(tmp_path: Path) -> None:
+    for seen in run_on_ranks(look_through_every_entry_point, 2, tmp_path):
         assert seen == {
             "enabled": OURS,
             "disabled": STOCK,
             "no block": STOCK,
-            "block without a door": STOCK,
+            "block without an entry point": STOCK,
             "our MoE, disabled": STOCK,
             "our MoE, no block": STOCK,
-            "our MoE, no door": ("DeepSpeedEngine", "FSMoELayer", "FSMoEGate", False),
+            "our MoE, no entry point": ("DeepSpeedEngine", "FSMoELayer", "FSMoEGate", False),
             "installed, enabled": OURS,
             "installed, no block": STOCK,
         }

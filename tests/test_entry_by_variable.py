@@ -20,7 +20,7 @@ from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, free_port, launch
 
-DOOR = ROOT / "ds_fsmoe" / "ds_fsmoe_door.pth"
+ENTRY_POINT = ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth"
 HEAVY = "print(*(name for name in ('ds_fsmoe', 'torch', 'deepspeed') if name in sys.modules))"
 WHOSE = "import ds_fsmoe; print(deepspeed.initialize is ds_fsmoe.initialize)"
 
@@ -30,7 +30,7 @@ def site(tmp_path: Path) -> Path:
     """A folder that on PYTHONPATH does what a folder of installed packages does: its .pth files are read at start."""
     folder = tmp_path / "site"
     folder.mkdir()
-    (folder / DOOR.name).write_text(DOOR.read_text())
+    (folder / ENTRY_POINT.name).write_text(ENTRY_POINT.read_text())
     (folder / "sitecustomize.py").write_text("import os, site; site.addsitedir(os.path.dirname(__file__))\n")
     return folder
 

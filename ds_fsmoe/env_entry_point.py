@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls ``install()`` from the environment, and warns of engines that do not read the block.
 
-The wheel puts ``ds_fsmoe_door.pth`` next to the package. With ``DS_FSMOE`` set, a starting interpreter imports this
-module through it; without the variable it imports nothing. ``install()`` has to run when DeepSpeed is imported, and not
-earlier, as it needs torch and DeepSpeed. ``ds_fsmoe/__init__.py`` calls :func:`watch_engines`.
+The wheel puts ``ds_fsmoe_entry_point.pth`` next to the package. With ``DS_FSMOE`` set, a starting interpreter imports
+this module through it; without the variable it imports nothing. ``install()`` has to run when DeepSpeed is imported,
+and not earlier, as it needs torch and DeepSpeed. ``ds_fsmoe/__init__.py`` calls :func:`watch_engines`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def watch_engines() -> None:
 
 def _watch_engines_of(module: ModuleType) -> None:
     engine = module.DeepSpeedEngine
-    if "_fsmoe_looks" in vars(engine):
+    if "_fsmoe_watches" in vars(engine):
         return
     init = engine.__init__
 
