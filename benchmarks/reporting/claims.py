@@ -10,7 +10,7 @@ from benchmarks.reporting.figures import Claim, Excuse, Figure, Results
 from benchmarks.reporting.rows import newest
 
 README, PAGE, ROWS = "README.md", "benchmarks/notes/figures.md", "benchmarks/notes/dispatch.md"
-DISPATCH = "docs/dispatch.md"
+DISPATCH, SCHEDULES, NOTES = "docs/dispatch.md", "docs/schedules.md", "benchmarks/notes/schedules.md"
 TWO_BATCH = "benchmarks/notes/two-batch-overlap.md"
 
 
@@ -102,6 +102,14 @@ def _halves(of: Results) -> Iterator[Claim]:
     ratios = (of.ratio_in("halves", "olmoe", variant, L=256) for variant in ("in halves", "kept"))
     shown = "OLMoE with its head, k = 4, 256 positions, routers' own choices"
     yield Claim(TWO_BATCH, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+    ends = ("attention a fifth", "attention a half")
+    kept = (of.ratio("halves", case, "kept") for case in ends)
+    shares = (of.cell("halves_predicted", *_PREDICTED[0], case=case) for case in ends)
+    yield Claim(SCHEDULES, "{} to {} times as fast as the best plan without it", tuple(kept))
+    yield Claim(SCHEDULES, "outside of MoE layers take {} to {} of the step", tuple(shares))
+    again = of.ratio("halves", "attention a fifth, checkpointed", "kept")
+    few = of.ratio("halves", "olmoe", "kept", L=256), share
+    yield Claim(SCHEDULES, "{} times where they take {}; {} times with checkpointed blocks", (*few, again))
 
 
 def _stages(of: Results) -> Iterator[Claim]:
@@ -174,7 +182,7 @@ def _rows(of: Results) -> Iterator[Claim]:
 def _others(of: Results) -> Iterator[Claim]:
     case = "dense a third of the traffic"
     yield Claim(
-        "docs/gradients.md",
+        NOTES,
         "are {} times ({}) as fast as stock's (`benchmarks/cases/bench_levels.py`, ten blocks, A/A {})",
         (
             of.ratio("levels", case, "by one word"),
@@ -201,7 +209,7 @@ def _others(of: Results) -> Iterator[Claim]:
         of.cell("lina_alltoalls", "step_ms", ".2f", 1e-3, **wide, variant="lina, not packed"),
         of.cell("lina_alltoalls", "step_ms", ".0f", 1e-3, **wide, variant="lina"),
     )
-    yield Claim("docs/schedules.md", "one model took {} s a step unpacked and {} s packed onto single ranks", steps)
+    yield Claim(NOTES, "one model took {} s a step unpacked and {} s packed onto single ranks", steps)
 
 
 SIMULATED = "simulated, by a command that the page names"
@@ -236,8 +244,13 @@ NOT_MEASURED = (
     ),
     Excuse("benchmarks/notes/gpus.md", "copies at 3.0 TB/s", "of the card, measured beside the stages"),
     Excuse("benchmarks/notes/two-batch-overlap.md", "of transformers 5.23 or later", OF_OTHERS),
-    Excuse("docs/gradients.md", "# Who adds up, and over which links", "bytes, by the formulas in the table's head"),
-    Excuse("docs/gradients.md", "# Clipping without ZeRO", OF_OTHERS),
+    Excuse(NOTES, "# Two levels", "bytes, by the formulas in the table's head"),
+    Excuse(NOTES, "# Clipping", "bytes"),
+    Excuse(NOTES, "holds 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"),
+    Excuse(SCHEDULES, "# The presets", OF_OTHERS),
+    Excuse(SCHEDULES, "with 2 nodes of 8 ranks 0.53 of an all-reduce's bytes", "bytes, by a formula in the notes"),
+    Excuse(SCHEDULES, "# Clipping without ZeRO", OF_OTHERS),
+    Excuse(SCHEDULES, "of transformers 5.23 or later", OF_OTHERS),
     Excuse(TWO_BATCH, "# What it looks like", SIMULATED),
     Excuse(TWO_BATCH, "# The order", SIMULATED),
     Excuse(TWO_BATCH, "# What it gives", SIMULATED),
@@ -256,16 +269,15 @@ NOT_MEASURED = (
     Excuse("docs/monitor.md", "# Compare two runs", OF_OTHERS),
     Excuse(
         "docs/placement.md",
-        "# Where experts are",
+        "# Expert placement",
         "reported by others, and drawn by tools/draw_placement.py: rows, no times",
     ),
+    Excuse("docs/placement.md", "the fullest rank has to get at least 10% less", "a setting"),
     Excuse("docs/planning.md", "# How to read the plan", SIMULATED),
     Excuse("docs/planning.md", "# The paper's evaluation", SIMULATED),
     Excuse("docs/planning.md", "a capacity factor of 1.2", "a capacity factor"),
     Excuse("docs/planning.md", "3 times the forward of attention's scores", "a definition"),
-    Excuse(
-        "docs/gradients.md", "at its peak 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"
-    ),
+    Excuse(SCHEDULES, "at its peak 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"),
     Excuse("docs/routing.md", "# Replaying", OF_OTHERS),
     Excuse("docs/routing.md", "# Made-up routing", "loads, counted in the recordings beside the benchmarks"),
     Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
