@@ -30,6 +30,7 @@ PAGES = {
 """What people read, by path: the front page, the pages of the site, and what is written about benchmarks."""
 FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")}
 """Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
+FOLLOWED["docs/planning.md"] = PAGES["docs/planning.md"]
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 TIME_LIMIT_S = 900
 

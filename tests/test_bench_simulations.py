@@ -392,7 +392,7 @@ def test_the_papers_evaluation_prints_ours_beside_the_papers(
         (what, off_by) for what in ("alpha", "beta", "both") for off_by in (0.1, 0.3, 0.5)
     }
     assert all(row["worst"] >= row["mean"] >= 0 for row in found["sensitivity"]["b"])
-    # Figure 8: fsmoe over tutel, on average over the models, as docs/planning.md has it.
+    # Figure 8: fsmoe over tutel, on average over the models, as benchmarks/notes/planning.md has it.
     for title, bounds in (("", (1.03, 1.06)), (", on ideal links", (1.13, 1.23))):
         rows = [paper.ModelRow(**row) for row in found["figures"][f"figure 8, by micro-batches{title}"]]
         assert len(rows) == 3 * len(paper.FIGURE_8_MICRO_BATCHES)

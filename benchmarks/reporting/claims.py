@@ -9,7 +9,8 @@ from benchmarks.reporting import one_gpu, one_layer, proportions, whole_models
 from benchmarks.reporting.figures import Claim, Excuse, Figure, Results
 from benchmarks.reporting.rows import newest
 
-README, PAGE, ROWS = "README.md", "benchmarks/notes/figures.md", "docs/dispatch.md"
+README, PAGE, ROWS = "README.md", "benchmarks/notes/figures.md", "benchmarks/notes/dispatch.md"
+DISPATCH, SCHEDULES, NOTES = "docs/dispatch.md", "docs/schedules.md", "benchmarks/notes/schedules.md"
 TWO_BATCH = "benchmarks/notes/two-batch-overlap.md"
 
 
@@ -101,6 +102,14 @@ def _halves(of: Results) -> Iterator[Claim]:
     ratios = (of.ratio_in("halves", "olmoe", variant, L=256) for variant in ("in halves", "kept"))
     shown = "OLMoE with its head, k = 4, 256 positions, routers' own choices"
     yield Claim(TWO_BATCH, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (share, *ratios, gain))
+    ends = ("attention a fifth", "attention a half")
+    kept = (of.ratio("halves", case, "kept") for case in ends)
+    shares = (of.cell("halves_predicted", *_PREDICTED[0], case=case) for case in ends)
+    yield Claim(SCHEDULES, "{} to {} times as fast as the best plan without it", tuple(kept))
+    yield Claim(SCHEDULES, "outside of MoE layers take {} to {} of the step", tuple(shares))
+    again = of.ratio("halves", "attention a fifth, checkpointed", "kept")
+    few = of.ratio("halves", "olmoe", "kept", L=256), share
+    yield Claim(SCHEDULES, "{} times where they take {}; {} times with checkpointed blocks", (*few, again))
 
 
 def _stages(of: Results) -> Iterator[Claim]:
@@ -127,8 +136,8 @@ def _rows(of: Results) -> Iterator[Claim]:
         of.ratio("rows", case, "rows") for case in ("E 16, k 2, sigma 1, factor 2", "E 4, k 2, sigma 0, factor 1")
     )
     first = of.ratio("rows", "E 16, k 2, sigma 0, factor 1.25", "rows")
-    yield Claim(ROWS, "with 16 experts {} times as fast", (first,))
-    yield Claim(ROWS, "and {} at a factor of 2 with skew, and {} with 4 experts", tuple(dropping))
+    yield Claim(ROWS, "is {} times as fast as padded with 16 experts", (first,))
+    yield Claim(ROWS, "{} times at a factor of 2 with skew, and {} times with 4 experts", tuple(dropping))
     variants = ("flat, 2 chunks", "once, uncut", "once, 4 chunks, reduces first")
     for width in (512, 1024):
         case = f"k 8 of 64, width {width}"
@@ -150,9 +159,13 @@ def _rows(of: Results) -> Iterator[Claim]:
         case = f"mixtral B {B} L 64 M 512 H 1M E {E} k {k} no drop, no attention, all ranks"
         ratios = (of.ratio_in("choice", case, variant) for variant in ("once", "chosen", "AutoEP"))
         yield Claim(ROWS, f"| {shown} | {{}} | {{}} | {{}} | {{}} |", (of.ratio("choice", case, "A/A"), *ratios))
+    cases = ("B 2 L 64 M 512 H 1M E 64 k 8", "B 4 L 64 M 512 H 1M E 8 k 2")
+    gains = [of.ratio("choice", f"mixtral {case} no drop, no attention, all ranks", "once") for case in cases]
+    shown = "{} times as fast as flat with 8 of 64 experts per token, {} times with 2 of 8, and no difference"
+    yield Claim(DISPATCH, shown, tuple(gains))
     case = "mixtral B 2 L 64 M 512 H 1M E 64 k 8 no drop, no attention, all ranks, shared links"
     shared = tuple(each("choice_shared", case, "once") for each in (of.ratio, of.interval))
-    yield Claim(ROWS, "share a port, it was {} times ({}) as fast as the flat way with k = 8 of 64", shared)
+    yield Claim(ROWS, "share a port, it was {} times ({}) as fast as flat with k = 8 of 64", shared)
     for shown, k in (("64 experts, k = 8", "8 of 64"), ("8 experts, k = 2", "2 of 8")):
         case = f"k {k}, width 512"
         at = {"case": case, "variant": "flat, fp8"}
@@ -160,12 +173,16 @@ def _rows(of: Results) -> Iterator[Claim]:
         errors = (of.cell("fp8_error", part, ".1%", **at) for part in parts)
         ratios = (of.ratio("fp8", case, "flat, fp8"), of.over("fp8", case, "once, fp8", "once"))
         yield Claim(ROWS, f"| {shown} | {{}}x | {{}}x | {{}} | {{}} | {{}} |", (*ratios, *errors))
+    case, at = "k 8 of 64, width 512", {"case": "k 8 of 64, width 512", "variant": "flat, fp8"}
+    yield Claim(DISPATCH, "is {} times as fast as bf16 with 8 of 64", (of.ratio("fp8", case, "flat, fp8"),))
+    errors = [of.cell("fp8_error", part, ".1%", **at) for part in ("of_output", "of_weights_gradient")]
+    yield Claim(DISPATCH, "is off by {} of its norm, and the weights' gradients by {}.", tuple(errors))
 
 
 def _others(of: Results) -> Iterator[Claim]:
     case = "dense a third of the traffic"
     yield Claim(
-        "docs/gradients.md",
+        NOTES,
         "are {} times ({}) as fast as stock's (`benchmarks/cases/bench_levels.py`, ten blocks, A/A {})",
         (
             of.ratio("levels", case, "by one word"),
@@ -192,7 +209,7 @@ def _others(of: Results) -> Iterator[Claim]:
         of.cell("lina_alltoalls", "step_ms", ".2f", 1e-3, **wide, variant="lina, not packed"),
         of.cell("lina_alltoalls", "step_ms", ".0f", 1e-3, **wide, variant="lina"),
     )
-    yield Claim("docs/schedules.md", "one model took {} s a step unpacked and {} s packed onto single ranks", steps)
+    yield Claim(NOTES, "one model took {} s a step unpacked and {} s packed onto single ranks", steps)
 
 
 SIMULATED = "simulated, by a command that the page names"
@@ -210,8 +227,12 @@ NOT_MEASURED = (
     ),
     Excuse(README, "with experts 64 and 128 times as wide as tokens", "sizes of models"),
     Excuse(PAGE, "experts 64 to 128 times as wide as tokens (in today's models 0.3 to 4 times)", "sizes of models"),
-    Excuse("docs/autotuner.md", "# Choose", OF_OTHERS),
-    Excuse("docs/autotuner.md", "# Try", OF_OTHERS),
+    Excuse("docs/autotuner.md", "more than 10% slower than the fastest", OF_OTHERS),
+    Excuse("docs/autotuner.md", "# How it chooses", OF_OTHERS),
+    Excuse("docs/autotuner.md", "# What to do with it", OF_OTHERS),
+    Excuse("docs/autotuner.md", "# Watch: drift", OF_OTHERS),
+    Excuse("benchmarks/notes/autotuner.md", "# Predict and choose", OF_OTHERS),
+    Excuse("benchmarks/notes/autotuner.md", "# Try", OF_OTHERS),
     Excuse("docs/compatibility.md", "with transformers 5.21", OF_OTHERS),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
     Excuse("docs/troubleshooting.md", "# When it says", OF_OTHERS),
@@ -223,8 +244,13 @@ NOT_MEASURED = (
     ),
     Excuse("benchmarks/notes/gpus.md", "copies at 3.0 TB/s", "of the card, measured beside the stages"),
     Excuse("benchmarks/notes/two-batch-overlap.md", "of transformers 5.23 or later", OF_OTHERS),
-    Excuse("docs/gradients.md", "# Who adds up, and over which links", "bytes, by the formulas in the table's head"),
-    Excuse("docs/gradients.md", "# Clipping without ZeRO", OF_OTHERS),
+    Excuse(NOTES, "# Two levels", "bytes, by the formulas in the table's head"),
+    Excuse(NOTES, "# Clipping", "bytes"),
+    Excuse(NOTES, "holds 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"),
+    Excuse(SCHEDULES, "# The presets", OF_OTHERS),
+    Excuse(SCHEDULES, "with 2 nodes of 8 ranks 0.53 of an all-reduce's bytes", "bytes, by a formula in the notes"),
+    Excuse(SCHEDULES, "# Clipping without ZeRO", OF_OTHERS),
+    Excuse(SCHEDULES, "of transformers 5.23 or later", OF_OTHERS),
     Excuse(TWO_BATCH, "# What it looks like", SIMULATED),
     Excuse(TWO_BATCH, "# The order", SIMULATED),
     Excuse(TWO_BATCH, "# What it gives", SIMULATED),
@@ -243,21 +269,25 @@ NOT_MEASURED = (
     Excuse("docs/monitor.md", "# Compare two runs", OF_OTHERS),
     Excuse(
         "docs/placement.md",
-        "# Where experts are",
+        "# Expert placement",
         "reported by others, and drawn by tools/draw_placement.py: rows, no times",
     ),
-    Excuse("docs/planning.md", "# How to read the plan", SIMULATED),
-    Excuse("docs/planning.md", "# The paper's evaluation", SIMULATED),
-    Excuse("docs/planning.md", "a capacity factor of 1.2", "a capacity factor"),
-    Excuse("docs/planning.md", "3 times the forward of attention's scores", "a definition"),
+    Excuse("docs/placement.md", "the fullest rank has to get at least 10% less", "a setting"),
+    Excuse("benchmarks/notes/planning.md", "# Solvers and defaults", SIMULATED),
+    Excuse("benchmarks/notes/planning.md", "# The paper's evaluation", SIMULATED),
+    Excuse("docs/planning.md", "if communication takes 20% of your step", "arithmetic: 1 / (1 - 0.2)"),
     Excuse(
-        "docs/gradients.md", "at its peak 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"
+        "docs/planning.md", "hiding all of it makes the step at most 1.25 times as fast", "arithmetic: 1 / (1 - 0.2)"
     ),
+    Excuse("docs/planning.md", "it can be up to 10% too long", "of the sum that is planned, simulated"),
+    Excuse("docs/planning.md", "3 times the forward of attention's scores", "a definition"),
+    Excuse(SCHEDULES, "at its peak 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"),
     Excuse("docs/routing.md", "# Replaying", OF_OTHERS),
     Excuse("docs/routing.md", "# Made-up routing", "loads, counted in the recordings beside the benchmarks"),
-    Excuse(ROWS, "a token's row crosses to other nodes 4.0 times on two nodes", "follows from evenly spread choices"),
     Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
     Excuse(ROWS, "of compute capability 9.0 and later", OF_OTHERS),
+    Excuse(DISPATCH, "GPU of compute capability 9.0 or later", OF_OTHERS),
+    Excuse(DISPATCH, "GPUs of compute capability 9.0 or later", OF_OTHERS),
     Excuse("benchmarks/notes/scale.md", "# What it says", SIMULATED),
     Excuse("benchmarks/notes/scale.md", "# What limits", SIMULATED),
     Excuse("benchmarks/notes/scale.md", "# Systems", SIMULATED),

@@ -94,7 +94,9 @@ def _tuning(of: Results, page: str) -> Iterator[Claim]:
         )
     ]
     yield Claim(page, "takes {} to {} s of measuring and {} to {} steps of trials", tuple(figures[:4]))
+    yield Claim("docs/autotuner.md", "| measures for | {} to {} s on the", tuple(figures[:2]))
     yield Claim(page, "a step is off its prediction by {} on average and {} at worst", tuple(figures[4:]))
+    yield Claim("docs/planning.md", "was {} off its prediction on average and {} at worst", tuple(figures[4:]))
 
 
 def _memory(of: Results, page: str) -> Iterator[Claim]:
