@@ -29,7 +29,8 @@ PAGES = {
 }
 """What people read, by path: the front page, the pages of the site, and what is written about benchmarks."""
 FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")}
-"""Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
+FOLLOWED["docs/extend.md"] = PAGES["docs/extend.md"].split("\n## Add a gate\n")[0]
+"""Pages, or the first part of a page, whose files are written and whose commands are run in tests/test_tutorials.py."""
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 TIME_LIMIT_S = 900
 

@@ -253,8 +253,12 @@ NOT_MEASURED = (
     Excuse(
         "docs/gradients.md", "at its peak 0.88 to 1.02 times stock's tensors", "counted by the test that is named there"
     ),
-    Excuse("docs/routing.md", "# Replaying", OF_OTHERS),
-    Excuse("docs/routing.md", "# Made-up routing", "loads, counted in the recordings beside the benchmarks"),
+    Excuse("docs/gates-and-alltoalls.md", "# Replay", OF_OTHERS),
+    Excuse(
+        "benchmarks/notes/architecture.md",
+        "# Synthetic routing",
+        "loads, counted in the recordings beside the benchmarks",
+    ),
     Excuse(ROWS, "a token's row crosses to other nodes 4.0 times on two nodes", "follows from evenly spread choices"),
     Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
     Excuse(ROWS, "of compute capability 9.0 and later", OF_OTHERS),
