@@ -31,6 +31,8 @@ PAGES = {
 FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")}
 """Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
 FOLLOWED["docs/planning.md"] = PAGES["docs/planning.md"]
+FOLLOWED["docs/extend.md"] = PAGES["docs/extend.md"].split("\n## Add a gate\n")[0]
+"""Pages, or the first part of a page, whose files are written and whose commands are run in tests/test_tutorials.py."""
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 TIME_LIMIT_S = 900
 

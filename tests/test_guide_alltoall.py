@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An all-to-all that is added as docs/architecture.md says, to a copy of the checkout, passes the tests named there."""
+"""An all-to-all that is added as docs/extend.md says, to a copy of the checkout, passes the tests named there."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from tests.test_guide_gate import NOT_COPIED, ROOT, run
 
-GUIDE = (ROOT / "docs" / "architecture.md").read_text()
-GUIDE = GUIDE.split("## How to add an all-to-all")[1].split("## How to add a task kind")[0]
+GUIDE = (ROOT / "docs" / "extend.md").read_text()
+GUIDE = GUIDE.split("## Add an all-to-all")[1].split("## Add a task kind")[0]
 
 
 @pytest.mark.long

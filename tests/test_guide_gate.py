@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDE = (ROOT / "docs" / "architecture.md").read_text()
-GUIDE = GUIDE.split("## How to add a gate")[1].split("## How to add an all-to-all")[0]
+GUIDE = (ROOT / "docs" / "extend.md").read_text()
+GUIDE = GUIDE.split("## Add a gate")[1].split("## Add an all-to-all")[0]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "build", "dist", "*.egg-info")
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from tests.test_guide_gate import NOT_COPIED, ROOT, run
 
-GUIDE = (ROOT / "docs" / "architecture.md").read_text()
-GUIDE = GUIDE.split("## How to add a task kind")[1].split("## How to add a planner rule")[0]
+GUIDE = (ROOT / "docs" / "extend.md").read_text()
+GUIDE = GUIDE.split("## Add a task kind")[1].split("## Add a planner rule")[0]
 STAGES = '"A2A_IN inter, SPREAD intra inner, EXPERT'
 PLACES = [
     ("ds_fsmoe/planning/schedule.py", 'SPREAD = "SPREAD"\n', 0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A planner rule that is added as docs/architecture.md says, to a copy of the checkout, is obeyed by every plan."""
+"""A planner rule that is added as docs/extend.md says, to a copy of the checkout, is obeyed by every plan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from tests.test_guide_gate import NOT_COPIED, ROOT, run
 
-GUIDE = (ROOT / "docs" / "architecture.md").read_text()
-GUIDE = GUIDE.split("## How to add a planner rule")[1].split("## How to add a preset")[0]
+GUIDE = (ROOT / "docs" / "extend.md").read_text()
+GUIDE = GUIDE.split("## Add a planner rule")[1]
 OBEYED = """
 import sys
 sys.path.insert(0, ".")

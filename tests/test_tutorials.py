@@ -19,7 +19,7 @@ TUTORIALS = {Path(page).stem: text for page, text in FOLLOWED.items()}
 
 
 def test_there_is_a_tutorial_of_each_kind() -> None:
-    assert set(TUTORIALS) >= {"first-run", "hugging-face", "planning", "report", "gate", "checkpoints"}
+    assert set(TUTORIALS) >= {"first-run", "hugging-face", "planning", "report", "extend", "checkpoints"}
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
@@ -30,7 +30,7 @@ def test_a_tutorial_has_commands_and_shows_what_they_print(name: str) -> None:
 
 
 def test_a_gate_of_ones_own_is_checked_and_trains(tmp_path: Path) -> None:
-    Reader(tmp_path).follow(TUTORIALS["gate"])
+    Reader(tmp_path).follow(TUTORIALS["extend"])
 
 
 @pytest.mark.slow
