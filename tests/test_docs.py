@@ -41,14 +41,28 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
+NOT_IN_NAVIGATION = ("glossary.md",)
+"""Pages of docs/ that others link to; so are the changelog, CONTRIBUTING and the notes on benchmarks."""
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
     listed = re.findall(r"(\S+\.md)$", nav, flags=re.MULTILINE)
     # README.md is the front page, and files beside docs/ are put under repository/: see tools/docs_site.py.
     pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
-    beside = [each for each in listed if each.startswith("repository/")]
-    assert sorted(listed) == sorted(["index.md", *pages, *beside])
-    assert all((ROOT / each.removeprefix("repository/")).is_file() for each in beside)
+    assert set(NOT_IN_NAVIGATION) <= set(pages)
+    assert sorted(listed) == sorted({"index.md", *pages} - set(NOT_IN_NAVIGATION))
+
+
+def test_the_navigation_has_these_groups() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("\n\n")[0]
+    groups = re.findall(r"^  - (.+):(?: index.md)?$", nav, flags=re.MULTILINE)
+    assert groups == ["Home", "Start", "How-to", "Explanation", "Reference"]
+
+
+def test_a_page_that_is_not_in_the_navigation_is_linked_to() -> None:
+    for name in NOT_IN_NAVIGATION:
+        assert any(name in target for page in PAGES for target, _ in LINK.findall(text_of(page))), name
 
 
 def test_every_public_name_is_documented_in_the_reference() -> None:

@@ -35,6 +35,9 @@ def claims(of: Results, readme: str) -> Iterator[Claim]:
     shares = {case: _share(of, case) for case in LAYERS.values()}
     ends = sorted(shares.values(), key=lambda each: float(each.text))
     yield Claim(readme, "a layer in {} to {} of the time of Hugging Face's `grouped_mm`", (ends[0], ends[-1]))
+    ways = (("ours, autotune off", "compiled"), ("stock, grouped_mm", ""))
+    times = tuple(_model(of, "olmoe, 5 of 16 layers", "step_ms", ".0f", *way) for way in ways)
+    yield Claim(readme, "a step of OLMoE with 5 layers in {} ms, stock in {} ms", times)
     for shown, case in LAYERS.items():
         ways = {"eager": "", "grouped_mm": "", "stock deepspeed": "", "ours": "reference"}
         times = [_layer(of, case, "ms", ".1f", way, ops) for way, ops in ways.items()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and the notes on figures say of single layers: in stock's best layout, and in that of the paper."""
+"""What the notes on figures say of single layers: in stock's best layout, and in that of the paper."""
 
 from __future__ import annotations
 
@@ -77,17 +77,16 @@ BEST_LAYOUT = Table("layer_best", ", all ranks")
 PAPER = Table("layer", ", stock fixed", ("stock, best layout", "best, best layout"))
 
 
-def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
+def claims(of: Results, page: str) -> Iterator[Claim]:
     """All of them.
 
     Args:
         of: the rows.
-        readme, page: the files that have them.
+        page: the file that has them.
 
     Raises:
         NoRowError: a figure has no row.
     """
-    yield Claim(readme, "in the layout that stock is fastest in, `best` gains {}", (BEST_LAYOUT.mean(of, "best"),))
     yield from BEST_LAYOUT.rows(of, page)
     yield Claim(
         page,
@@ -96,7 +95,6 @@ def claims(of: Results, readme: str, page: str) -> Iterator[Claim]:
     )
     yield from PAPER.rows(of, page)
     best, layout, schedule = PAPER.mean(of, "best"), PAPER.mean(of, "deepspeed"), PAPER.mean(of, "best", "deepspeed")
-    yield Claim(readme, "`best` is {} times as fast as stock's program", (best,))
     yield Claim(page, "gains {} there, of which {} is the layout and {} the schedule", (best, layout, schedule))
     yield Claim(page, "`fsmoe` is {} times as fast (the paper:", (PAPER.mean(of, "fsmoe", "tutel"),))
     kin = sorted((PAPER.mean(of, each, "tutel") for each in _KIN_OF_TUTEL), key=lambda each: float(each.text))
