@@ -39,6 +39,7 @@ def part(page: str, heading: str) -> str:
 FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")} | {
     "docs/install.md": part("docs/install.md", "First run"),
     "docs/checkpoints.md": part("docs/checkpoints.md", "Try it: save, move, damage, convert"),
+    "docs/monitor.md": part("docs/monitor.md", "The report"),
 }
 """Pages, or parts of pages, whose files are written and whose commands are run in tests/test_tutorials.py."""
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
