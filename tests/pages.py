@@ -28,11 +28,22 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/notes/*.md")))
 }
 """What people read, by path: the front page, the pages of the site, and what is written about benchmarks."""
-FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")}
-"""Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
-FOLLOWED["docs/planning.md"] = PAGES["docs/planning.md"]
-FOLLOWED["docs/extend.md"] = PAGES["docs/extend.md"].split("\n## Add a gate\n")[0]
-"""Pages, or the first part of a page, whose files are written and whose commands are run in tests/test_tutorials.py."""
+
+
+def part(page: str, heading: str) -> str:
+    """The section of a page with this heading, its subsections included."""
+    (text,) = re.findall(rf"(?ms)^## {re.escape(heading)}\n.*?(?=^## |\Z)", PAGES[page])
+    return text
+
+
+FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")} | {
+    "docs/install.md": part("docs/install.md", "First run"),
+    "docs/checkpoints.md": part("docs/checkpoints.md", "Try it: save, move, damage, convert"),
+    "docs/monitor.md": part("docs/monitor.md", "The report"),
+    "docs/planning.md": PAGES["docs/planning.md"],
+    "docs/extend.md": PAGES["docs/extend.md"].split("\n## Add a gate\n")[0],
+}
+"""Pages, or parts of pages, whose files are written and whose commands are run in tests/test_tutorials.py."""
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 TIME_LIMIT_S = 900
 

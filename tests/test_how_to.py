@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the how-to pages show: commands that their programs take, a Dockerfile and a manifest that fit the package."""
+"""What the page of launchers shows: commands that programs take, a Dockerfile and a manifest that fit the package."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ from tests.scripts import ROOT
 
 pytestmark = pytest.mark.long
 
-PAGES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "how-to").glob("*.md"))}
+PAGE = (ROOT / "docs" / "launchers.md").read_text()
+SECTIONS = dict(re.findall(r"(?ms)^## ([^\n]+)\n(.*?)(?=^## |\Z)", PAGE))
+OF_LAUNCHERS = {name: text for name, text in SECTIONS.items() if name not in ("Environment variables", "NCCL settings")}
 LAUNCHERS = ROOT / "examples" / "launchers"
+OF_THE_READER = ["train.py", "--deepspeed", "ds_config.json"]
 DOCKERFILE = (LAUNCHERS / "Dockerfile").read_text()
 
 
 def commands(program: str) -> list[list[str]]:
-    """The words of every command of a program that a page shows, behind its name."""
-    blocks = [code for text in PAGES.values() for code in re.findall(r"(?ms)^```(?:sh|console)\n(.*?)^```$", text)]
-    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
-    words = [shlex.split(part) for line in lines for part in line.split(" && ")]
+    """The words of every command of a program that the page shows, behind its name."""
+    blocks = re.findall(r"(?ms)^```bash\n(.*?)^```$", PAGE)
+    words = [shlex.split(line) for block in blocks for line in block.splitlines()]
     return [each[each.index(program) + 1 :] for each in words if program in each]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_says_what_to_set_how_to_see_that_it_is_on_and_what_was_tried(page: str) -> None:
-    text = PAGES[page]
-    assert "## Is it on?" in text
-    assert "ds_fsmoe ... is on for N MoE layer(s)" in text
-    assert re.search(r"^## What (to set|can be chosen)$", text, re.MULTILINE)
-    assert "\nTested: " in text
-    assert re.search(r"\.\./\.\./examples/launchers/\w+|torchrun", text)
+def test_there_is_a_section_for_each_launcher() -> None:
+    assert list(OF_LAUNCHERS) == ["Slurm", "torchrun", "deepspeed", "MPI", "Docker", "Kubernetes"]
+
+
+@pytest.mark.parametrize("name", OF_LAUNCHERS)
+def test_a_section_says_what_to_set_how_to_see_that_it_is_on_and_what_was_tried(name: str) -> None:
+    text = OF_LAUNCHERS[name]
+    for head in ("To set", "Is it on?", "Tried"):
+        assert text.count(f"\n- **{head}**") == 1
+    assert "\n```bash\n" in text
+    assert re.search(r"\.\./examples/launchers/\w+|torchrun", text)
+    assert "ds_fsmoe ... is on for N MoE layer(s)" in PAGE.split("\n## ")[0]
 
 
 def test_the_line_that_shows_it_is_on_is_the_one_that_is_logged() -> None:
@@ -54,10 +60,9 @@ def test_torchrun_takes_its_commands(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
     parsed = get_args_parser().parse_args(words)
-    if parsed.module:
-        assert parsed.training_script == "ds_fsmoe.run"
-    else:
-        assert (ROOT / parsed.training_script).is_file()
+    assert parsed.module
+    assert parsed.training_script == "ds_fsmoe.run"
+    assert parsed.training_script_args == OF_THE_READER
 
 
 @pytest.mark.parametrize("words", commands("deepspeed"), ids=" ".join)
@@ -65,7 +70,9 @@ def test_deepspeeds_launcher_takes_its_commands(words: list[str]) -> None:
     from deepspeed.launcher.runner import parse_args
 
     parsed = parse_args(words)
-    assert (ROOT / parsed.user_script).is_file()
+    assert parsed.module
+    assert parsed.user_script == "ds_fsmoe.run"
+    assert parsed.user_args == OF_THE_READER
     if "--hostfile" in words:
         assert (ROOT / parsed.hostfile).is_file()
 
@@ -123,7 +130,7 @@ def test_its_versions_are_those_that_are_supported_and_tested() -> None:
 
 
 def test_the_page_lists_every_argument_of_the_image_with_its_default() -> None:
-    rows = dict(re.findall(r"(?m)^\| `([A-Z_]+)` \| ([^|]*?) \|", PAGES["docker"]))
+    rows = dict(re.findall(r"(?m)^\| `([A-Z_]+)` \| ([^|]*?) \|", OF_LAUNCHERS["Docker"]))
     assert set(rows) == set(arguments())
     for name in ("TORCH", "DEEPSPEED", "BUILD_OPS"):
         assert rows[name] == arguments()[name]
@@ -189,6 +196,7 @@ def test_its_script_takes_its_arguments(monkeypatch) -> None:
     words = started()
     script = words.index("examples/train.py")
     monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("WORLD_SIZE", "16")  # two pods of eight
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
     found = runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="train")
     args = found["parse_arguments"](words[script + 1 :])
@@ -197,5 +205,5 @@ def test_its_script_takes_its_arguments(monkeypatch) -> None:
 
 
 def test_the_number_of_ranks_of_a_node_is_the_field_that_the_page_shows() -> None:
-    assert '"topology": {"ranks_per_node": 8}' in PAGES["kubernetes"]
+    assert '"topology": {"ranks_per_node": 8}' in OF_LAUNCHERS["Kubernetes"]
     assert FSMoEBlock.model_validate({"topology": {"ranks_per_node": 8}}).topology.ranks_per_node == 8

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts that the migration guides change: both forms run, and train alike where the guide says so."""
+"""The scripts that the page of migration changes: both forms run, and train alike where the page says so."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,23 @@ from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, on_ranks
 
-GUIDES = sorted((ROOT / "docs" / "migration").glob("*.md"))
+EXAMPLES = ROOT / "examples" / "migration"
+PAGE = (ROOT / "docs" / "migration.md").read_text()
+SECTION = re.compile(r"(?ms)^## From ([^\n]+)\n(.*?)(?=^## |\Z)")
+SECTIONS = dict(SECTION.findall(PAGE))
+WHOLE = dict(SECTION.findall((EXAMPLES / "README.md").read_text()))
 
 
-def forms(page: str) -> tuple[str, str]:
-    """The script of a guide, before and after the change."""
-    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", (ROOT / "docs" / "migration" / f"{page}.md").read_text())
+def diff_in(text: str) -> list[str]:
+    (diff,) = re.findall(r"(?ms)^```diff\n(.*?)^```$", text)
     lines = diff.splitlines()
     assert {line[:1] for line in lines} <= {"", " ", "-", "+"}
+    return lines
+
+
+def forms(name: str) -> tuple[str, str]:
+    """The whole script of a section, before and after the change."""
+    lines = diff_in(WHOLE[name])
     before, after = ("\n".join(line[1:] for line in lines if line[:1] != sign) + "\n" for sign in ("+", "-"))
     return before, after
 
@@ -43,17 +53,37 @@ def losses(folder: Path, script: str, **variables: str) -> Mapping[int, list[flo
     return found
 
 
-@pytest.mark.parametrize("page", ["from-deepspeed-moe", "from-autoep", "from-tutel"])
-def test_a_guide_changes_little_and_both_forms_are_python(page: str) -> None:
-    before, after = forms(page)
+def test_each_section_with_a_script_has_it_whole_among_the_examples() -> None:
+    assert list(SECTIONS) == ["DeepSpeed-MoE", "AutoEP", "Tutel", "Megatron"]
+    assert list(WHOLE) == ["DeepSpeed-MoE", "AutoEP", "Tutel"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_script_changes_little_and_both_forms_are_python(name: str) -> None:
+    before, after = forms(name)
     for text in (before, after):
-        compile(text, page, "exec")
+        compile(text, name, "exec")
     assert "ds_fsmoe" not in before
     assert "ds_fsmoe" in after
 
 
+@pytest.mark.parametrize("name", WHOLE)
+def test_lines_that_the_page_shows_are_those_of_the_whole_script_in_its_order(name: str) -> None:
+    whole = iter(diff_in(WHOLE[name]))
+    assert [line for line in diff_in(SECTIONS[name]) if line not in whole] == []
+
+
+def test_torchrun_takes_the_command_in_place_of_megatrons() -> None:
+    from torch.distributed.run import get_args_parser
+
+    (command,) = (line[1:] for line in diff_in(SECTIONS["Megatron"]) if line[:1] == "+")
+    program, *words = command.split()
+    assert program == "torchrun"
+    assert get_args_parser().parse_args(words).training_script == "ds_fsmoe.run"
+
+
 def test_the_script_with_deepspeeds_layers_trains_to_the_same_bits(tmp_path: Path) -> None:
-    before, after = forms("from-deepspeed-moe")
+    before, after = forms("DeepSpeed-MoE")
     stock = losses(tmp_path / "before", before)
     assert losses(tmp_path / "after", after) == stock
     assert stock[0] != stock[1]
@@ -62,7 +92,7 @@ def test_the_script_with_deepspeeds_layers_trains_to_the_same_bits(tmp_path: Pat
 
 def test_the_script_with_auto_ep_trains_to_rounding(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    before, after = forms("from-autoep")
+    before, after = forms("AutoEP")
     auto_ep = losses(tmp_path / "before", before)
     ours = losses(tmp_path / "after", after)
     for rank, each in auto_ep.items():
@@ -71,7 +101,7 @@ def test_the_script_with_auto_ep_trains_to_rounding(tmp_path: Path) -> None:
 
 
 def test_the_script_that_had_tutels_layer_trains(tmp_path: Path) -> None:
-    _, after = forms("from-tutel")
+    _, after = forms("Tutel")
     found = losses(tmp_path / "after", after)
     assert found[0] != found[1]
     assert found[0][-1] < found[0][0]
@@ -80,9 +110,7 @@ def test_the_script_that_had_tutels_layer_trains(tmp_path: Path) -> None:
 def test_weights_of_a_tutel_layer_compute_its_formula_in_deepspeeds() -> None:
     from deepspeed.moe.experts import Experts
 
-    (code,) = re.findall(r"(?ms)^```python\n(.*?)^```$", (GUIDES[0].parent / "from-tutel.md").read_text())
-    page: dict[str, Any] = {}
-    exec(code, page)
+    page: dict[str, Any] = runpy.run_path(str(EXAMPLES / "load_tutel.py"))
     M, H, E = 6, 10, 3
     torch.manual_seed(0)
     shapes = {
@@ -124,24 +152,23 @@ def test_gates_and_options_in_the_table_of_megatron_are_ones_that_the_block_take
         "gshard",
     ):
         read_block({"fsmoe": {"enabled": True, "gate": gate}})
-    text = "".join(guide.read_text() for guide in GUIDES)
     for word in ("num_groups", "kept_groups", "routed_scaling_factor", "bias_update_speed", "jitter", "z_loss_factor"):
-        assert f"`{word}`" in text
+        assert f"`{word}`" in SECTIONS["Megatron"]
 
 
-@pytest.mark.parametrize("page", [guide.stem for guide in GUIDES])
-def test_a_guide_has_names_numbers_and_what_was_run(page: str) -> None:
-    text = (ROOT / "docs" / "migration" / f"{page}.md").read_text()
-    assert "\n## Names\n" in text
-    assert "\n## Numbers\n" in text
-    assert "\nTested: " in text
-    assert ("was not run" in " ".join(text.split())) == (page in ("from-tutel", "from-megatron"))
+@pytest.mark.parametrize("name", SECTIONS)
+def test_a_section_has_names_numbers_and_what_was_run(name: str) -> None:
+    text = SECTIONS[name]
+    assert len(re.findall(r"(?m)^\| [^|]+ \| `?(?:ds_)?fsmoe`? \|$", text)) == 1
+    assert text.count("\n**Numbers**") == 1
+    assert text.count("\nTested: ") == 1
+    assert ("was not run" in " ".join(text.split())) == (name in ("Tutel", "Megatron"))
 
 
-def test_every_word_of_the_block_in_a_guide_is_a_field() -> None:
-    for guide in GUIDES:
-        for field in re.findall(r"\.\./config\.md#(\w+)", guide.read_text()):
-            assert field in ([words_for(name, each)[0] for name, each in FSMoEBlock.model_fields.items()])
+def test_every_word_of_the_block_on_the_page_is_a_field() -> None:
+    fields = re.findall(r"\(config\.md#(\w+)", PAGE)
+    assert len(fields) > 20
+    assert set(fields) <= {words_for(name, each)[0] for name, each in FSMoEBlock.model_fields.items()}
 
 
 def norms_of_both(rank: int, world_size: int) -> list[float]:

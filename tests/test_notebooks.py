@@ -25,7 +25,7 @@ def test_a_notebook_is_valid_and_kept_without_what_differs_from_run_to_run(path:
     assert bare(nbformat.read(path, as_version=4)) == kept
     assert path.stem in KEPT or not any(printed(cell) for cell in kept.cells)
     assert kept.cells[0].cell_type == "markdown"
-    assert f"examples/notebooks/{path.name}" in (ROOT / "docs" / "notebooks.md").read_text()
+    assert f"examples/notebooks/{path.name}" in (ROOT / "docs" / "install.md").read_text()
 
 
 def test_the_notebook_of_the_report_trains_both_ways_and_shows_the_report(tmp_path: Path, monkeypatch) -> None:

@@ -19,7 +19,7 @@ TUTORIALS = {Path(page).stem: text for page, text in FOLLOWED.items()}
 
 
 def test_there_is_a_tutorial_of_each_kind() -> None:
-    assert set(TUTORIALS) >= {"first-run", "hugging-face", "planning", "report", "extend", "checkpoints"}
+    assert set(TUTORIALS) >= {"install", "hugging-face", "planning", "monitor", "extend", "checkpoints"}
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
@@ -34,7 +34,7 @@ def test_a_gate_of_ones_own_is_checked_and_trains(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["first-run", "checkpoints", "planning", "report"])
+@pytest.mark.parametrize("name", ["install", "checkpoints", "planning", "monitor"])
 def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path) -> None:
     Reader(tmp_path).follow(TUTORIALS[name])
 
