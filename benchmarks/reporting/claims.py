@@ -175,7 +175,7 @@ def _others(of: Results) -> Iterator[Claim]:
     )
     narrow, wide, sharded = "E 16, k 8, narrow", "E 8, k 2, wide", "E 8, k 2, wide, ZeRO 3"
     yield Claim(
-        "docs/huggingface.md",
+        "benchmarks/notes/huggingface.md",
         "{} times as fast with 16 narrow experts and k = 8 with the schedule that is chosen (95%: {}), {} with 8 wide "
         "ones and k = 2 ({} at ZeRO 3), and {}, {} and {} in one chunk",
         (
@@ -231,9 +231,8 @@ NOT_MEASURED = (
     Excuse(TWO_BATCH, "(0.9 ms a character;", "the scale of a picture"),
     Excuse("docs/how-to/docker.md", "# What can be chosen", OF_OTHERS),
     Excuse("docs/how-to/kubernetes.md", "the schemas of Kubernetes 1.37", OF_OTHERS),
+    Excuse("benchmarks/notes/huggingface.md", "# Trained beside one process", OF_OTHERS),
     Excuse("docs/huggingface.md", "# Loading", OF_OTHERS),
-    Excuse("docs/huggingface.md", "# LoRA", OF_OTHERS),
-    Excuse("docs/huggingface.md", "# Trainer, TRL, Accelerate", OF_OTHERS),
     Excuse("docs/huggingface.md", "# Families", OF_OTHERS),
     Excuse("docs/install.md", "# Install", OF_OTHERS),
     Excuse("docs/install.md", "# From a checkout", OF_OTHERS),
