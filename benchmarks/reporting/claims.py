@@ -214,6 +214,7 @@ NOT_MEASURED = (
     Excuse("docs/autotuner.md", "# Try", OF_OTHERS),
     Excuse("docs/compatibility.md", "with transformers 5.21", OF_OTHERS),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
+    Excuse("docs/qwen3.md", "# 2. Does it fit, and what is the speedup?", SIMULATED),
     Excuse("docs/troubleshooting.md", "# When it says", OF_OTHERS),
     Excuse("benchmarks/notes/gpus.md", "# NCCL", OF_OTHERS),
     Excuse(
