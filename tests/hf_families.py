@@ -255,14 +255,13 @@ BEGIN, END = "<!-- families: made by tests/hf_families.py -->", "<!-- end of fam
 
 
 def table() -> str:
-    """The families as the documentation shows them: what they are made of, and those that are not tried."""
+    """The families as the documentation shows them: by how their experts store weights, then those not tried."""
     from ds_fsmoe.components.expert_compute.contract import contract_of, follows_contract
 
-    rows = ["| family | experts | weights | tried |", "|---|---|---|---|"]
+    by_kind: dict[str, list[str]] = {}
     for family in families():
-        reason = why_not(family)
-        if reason:
-            rows.append(f"| {family} | | | no: its tiny configuration cannot be made or run |")
+        if why_not(family):
+            by_kind.setdefault("not tried: no tiny model can be made", []).append(family)
             continue
         model = model_of(family)
         module = next(each for each in model.modules() if follows_contract(each))
@@ -271,12 +270,13 @@ def table() -> str:
         words += ["interleaved"] if found.has_gate and not found.is_concatenated else []
         words += ["transposed"] if found.is_transposed else []
         words += ["with bias"] if found.has_bias else []
-        words += ["normed behind"] if found.has_post_expert_norm else []
+        words += ["norm after the experts"] if found.has_post_expert_norm else []
         own = type(module)
-        words += ["a gate of its own"] if own._apply_gate.__module__ == own.__module__ else []
-        whole = "yes" if type(model).__name__.endswith("ForCausalLM") else "yes, its text model"
-        rows.append(f"| {family} | `{own.__name__}` | {', '.join(words)} | {whole} |")
-    return "\n".join(rows)
+        words += ["activation of its own"] if own._apply_gate.__module__ == own.__module__ else []
+        mark = "" if type(model).__name__.endswith("ForCausalLM") else " (text)"
+        by_kind.setdefault(", ".join(words), []).append(f"{family}{mark}")
+    rows = [f"| {kind} | {', '.join(names)} |" for kind, names in sorted(by_kind.items())]
+    return "\n".join(["| experts | families |", "|---|---|", *rows])
 
 
 def shown_in(page: str) -> str:

@@ -36,7 +36,8 @@ def part(page: str, heading: str) -> str:
     return text
 
 
-FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")} | {
+FOLLOWED = {
+    "docs/qwen3.md": PAGES["docs/qwen3.md"],
     "docs/install.md": part("docs/install.md", "First run"),
     "docs/checkpoints.md": part("docs/checkpoints.md", "Try it: save, move, damage, convert"),
     "docs/monitor.md": part("docs/monitor.md", "The report"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -19,7 +20,7 @@ TUTORIALS = {Path(page).stem: text for page, text in FOLLOWED.items()}
 
 
 def test_there_is_a_tutorial_of_each_kind() -> None:
-    assert set(TUTORIALS) >= {"install", "hugging-face", "planning", "monitor", "extend", "checkpoints"}
+    assert set(TUTORIALS) >= {"install", "qwen3", "planning", "monitor", "extend", "checkpoints"}
 
 
 @pytest.mark.parametrize("name", TUTORIALS)
@@ -40,15 +41,19 @@ def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_is_trained_saved_moved_and_read_by_transformers_alone(tmp_path: Path) -> None:
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))
-    printed = Reader(tmp_path, {"PYTHONPATH": paths, "ACCELERATE_USE_DEEPSPEED": "true"}).follow(
-        TUTORIALS["hugging-face"]
+def test_qwen3_is_fine_tuned_saved_and_exported_with_a_tiny_model_under_its_name(tmp_path: Path) -> None:
+    """The script as the page prints it, its config with torch's own AdamW, and 32 lines to train on."""
+    (config,) = (json.loads(content) for language, content in blocks_of(TUTORIALS["qwen3"]) if language == "json")
+    config["optimizer"]["params"]["torch_adam"] = True
+    (tmp_path / "ds_config.json").write_text(json.dumps(config))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"text": "word " * (3 + each)}) + "\n" for each in range(32))
     )
-    assert len(printed) == 9
-    full, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("full", "exported"))
-    assert full.keys() == exported.keys()
-    assert [name for name, each in full.items() if not torch.equal(each, exported[name])] == []
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))
+    Reader(tmp_path, {"PYTHONPATH": paths, "ACCELERATE_USE_DEEPSPEED": "true"}).follow(TUTORIALS["qwen3"])
+    saved, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "exported"))
+    assert saved.keys() == exported.keys()
+    assert [name for name, each in saved.items() if not torch.equal(each, exported[name].to(each.dtype))] == []
 
 
 # ---- what the reader would notice

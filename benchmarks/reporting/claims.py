@@ -192,7 +192,7 @@ def _others(of: Results) -> Iterator[Claim]:
     )
     narrow, wide, sharded = "E 16, k 8, narrow", "E 8, k 2, wide", "E 8, k 2, wide, ZeRO 3"
     yield Claim(
-        "docs/huggingface.md",
+        "benchmarks/notes/huggingface.md",
         "{} times as fast with 16 narrow experts and k = 8 with the schedule that is chosen (95%: {}), {} with 8 wide "
         "ones and k = 2 ({} at ZeRO 3), and {}, {} and {} in one chunk",
         (
@@ -234,6 +234,7 @@ NOT_MEASURED = (
     Excuse("benchmarks/notes/autotuner.md", "# Try", OF_OTHERS),
     Excuse("docs/compatibility.md", "with transformers 5.21", OF_OTHERS),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
+    Excuse("docs/qwen3.md", "# 2. Does it fit, and what is the speedup?", SIMULATED),
     Excuse("docs/troubleshooting.md", "# When it says", OF_OTHERS),
     Excuse("benchmarks/notes/gpus.md", "# NCCL", OF_OTHERS),
     Excuse(
@@ -254,9 +255,8 @@ NOT_MEASURED = (
     Excuse(TWO_BATCH, "# The order", SIMULATED),
     Excuse(TWO_BATCH, "# What it gives", SIMULATED),
     Excuse(TWO_BATCH, "(0.9 ms a character;", "the scale of a picture"),
+    Excuse("benchmarks/notes/huggingface.md", "# Trained beside one process", OF_OTHERS),
     Excuse("docs/huggingface.md", "# Loading", OF_OTHERS),
-    Excuse("docs/huggingface.md", "# LoRA", OF_OTHERS),
-    Excuse("docs/huggingface.md", "# Trainer, TRL, Accelerate", OF_OTHERS),
     Excuse("docs/huggingface.md", "# Families", OF_OTHERS),
     Excuse("docs/install.md", "# What you need", OF_OTHERS),
     Excuse("docs/install.md", "# From a checkout", OF_OTHERS),

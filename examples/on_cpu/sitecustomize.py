@@ -2,7 +2,8 @@
 """Lets Accelerate, and so Trainer, train with DeepSpeed on CPUs, to try a script where there is no accelerator.
 
 Accelerate knows DeepSpeed with accelerators only: on CPUs it takes each process for a job of its own. With this folder
-on PYTHONPATH the processes that a launcher starts are one job, over gloo. Not for anything else.
+on PYTHONPATH the processes that a launcher starts are one job, over gloo, and ``bf16=True``, which Trainer allows with
+an accelerator only, trains in bf16. Not for anything else.
 """
 
 import atexit
@@ -18,7 +19,9 @@ def leave() -> None:
 
 
 if "LOCAL_RANK" in os.environ:
+    import transformers.utils
     from accelerate.state import DistributedType, PartialState
 
     PartialState._prepare_backend = lambda self, *args, **options: ("gloo", DistributedType.MULTI_CPU)
+    transformers.utils.is_torch_bf16_gpu_available = lambda: True
     atexit.register(leave)
