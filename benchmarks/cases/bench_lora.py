@@ -184,9 +184,7 @@ def _best_stage(case: Case, turns: int = 3) -> int:
     return min(times_s, key=times_s.__getitem__)
 
 
-def _made(
-    setting: Setting, more: dict[str, Any], name: str, found: dict[str, Facts], model: Adapted
-) -> Callable[[], None]:
+def _made(setting: Setting, more: dict[str, Any], name: str, found: dict[str, Facts], model: Adapted) -> Tuned:
     """Return a variant that has made its first steps, the memory of one of them counted."""
     before = storages_now()
     training = Tuned(model, setting, more, name)
