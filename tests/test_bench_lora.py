@@ -42,7 +42,7 @@ def run(folder: Path, ranks: int) -> str:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_variant_has_rows_and_the_losses_of_stock(ranks: int, tmp_path: Path) -> None:
     printed = run(tmp_path, ranks)
-    variants = {"stock", "eager", "ours", *(["ours, ep_size 1"] if ranks > 1 else [])}
+    variants = {"stock", "ours", "eager" if ranks == 1 else "ours, ep_size 1"}
     rows, memory = (read(tmp_path / f"{name}.csv") for name in ("lora", "lora_memory"))
     assert broken("lora", rows) == []
     assert judged_by_few("lora", rows) == []
@@ -52,7 +52,7 @@ def test_each_variant_has_rows_and_the_losses_of_stock(ranks: int, tmp_path: Pat
     for row in memory:
         assert float(row["loss_off"]) < 1e-5
         assert float(row["above"]) > 0
-    assert trained["eager"] == trained["stock"]
     # Of the adapters of experts each of two ranks trains a half.
     assert (trained["ours"] == trained["stock"]) == (ranks == 1)
-    assert trained["ours"] > trained["stock"] / 2 or ranks == 1
+    others = variants - {"ours"}
+    assert len({trained[each] for each in others}) == 1

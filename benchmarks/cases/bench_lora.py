@@ -61,7 +61,7 @@ class Adapted(Whole):
 
     r: int = 8
     has_eager: bool = False
-    """Whether the loop over experts is measured too."""
+    """Whether the loop over experts is measured too, on one rank."""
     stages: tuple[int, ...] = (0, 1, 2)
 
 
@@ -156,10 +156,10 @@ def main() -> None:
 
 def _ways(model: Adapted) -> dict[str, dict[str, Any]]:
     """Variant -> what its config has besides."""
-    ways = {STOCK: OFF, **({EAGER: OFF} if model.has_eager else {}), OURS: {"fsmoe": {"enabled": True}}}
+    ours = {OURS: {"fsmoe": {"enabled": True}}}
     if dist.get_world_size() > 1:
-        ways[WHOLE] = {"fsmoe": {"enabled": True, "ep_size": 1}}
-    return ways
+        return {STOCK: OFF, **ours, WHOLE: {"fsmoe": {"enabled": True, "ep_size": 1}}}
+    return {STOCK: OFF, **({EAGER: OFF} if model.has_eager else {}), **ours}
 
 
 def _best_stage(case: Case, turns: int = 3) -> int:
