@@ -28,7 +28,7 @@ PAGES = {
     for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("benchmarks/notes/*.md")))
 }
 """What people read, by path: the front page, the pages of the site, and what is written about benchmarks."""
-FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith("docs/tutorials/")}
+FOLLOWED = {page: text for page, text in PAGES.items() if page.startswith(("docs/tutorials/", "docs/lora.md"))}
 """Pages whose files are written and whose commands are run in tests/test_tutorials.py."""
 VARIABLES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 TIME_LIMIT_S = 900
