@@ -38,6 +38,7 @@ def part(page: str, heading: str) -> str:
 
 FOLLOWED = {
     "docs/qwen3.md": PAGES["docs/qwen3.md"],
+    "docs/lora.md": PAGES["docs/lora.md"],
     "docs/install.md": part("docs/install.md", "First run"),
     "docs/checkpoints.md": part("docs/checkpoints.md", "Try it: save, move, damage, convert"),
     "docs/monitor.md": part("docs/monitor.md", "The report"),

@@ -63,6 +63,8 @@ _BY_THEMSELVES = (
     ("cases/bench_ops.py", "--tokens 2048 --choices 2 --blocks 4"),
     ("cases/bench_split_plan.py", "--quick"),
     ("cases/bench_proportions.py", ""),
+    ("cases/bench_lora.py", "--tiny --blocks 2"),
+    ("cases/bench_lora.py --ranks 2", "--tiny --blocks 2"),
 )
 
 

@@ -120,7 +120,7 @@ class Training:
             "zero_optimization": setting.zero(),
             "steps_per_print": 1_000_000,
         }
-        parameters = list(module.parameters())
+        parameters = [each for each in module.parameters() if each.requires_grad]
         initialize: Any = ds_fsmoe.initialize if "fsmoe" in more else deepspeed.initialize
         self.engine = initialize(model=module, model_parameters=parameters, config=base | more)[0]
         self.groups.take()

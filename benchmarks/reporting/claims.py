@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from benchmarks.reporting import one_gpu, one_layer, proportions, whole_models
+from benchmarks.reporting import lora, one_gpu, one_layer, proportions, whole_models
 from benchmarks.reporting.figures import Claim, Excuse, Figure, Results
 from benchmarks.reporting.rows import newest
 
 README, PAGE, ROWS = "README.md", "benchmarks/notes/figures.md", "benchmarks/notes/dispatch.md"
 DISPATCH, SCHEDULES, NOTES = "docs/dispatch.md", "docs/schedules.md", "benchmarks/notes/schedules.md"
+LORA = "docs/lora.md"
 TWO_BATCH = "benchmarks/notes/two-batch-overlap.md"
 
 
@@ -35,6 +36,7 @@ def claims(of: Results) -> Iterator[Claim]:
     yield from _stages(of)
     yield from _others(of)
     yield from proportions.claims(of, PAGE)
+    yield from lora.claims(of, README, LORA)
     yield from one_gpu.claims(of, README)
 
 
