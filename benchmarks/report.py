@@ -59,7 +59,7 @@ def sections(name: str, rows: list[Row], plots: Path) -> Iterator[str]:
     elif "steps_of_trials" in columns:
         yield f"### {name}\n\n{tuning(rows)}"
         return
-    elif "loss" in columns:
+    elif {"loss", "step"} <= set(columns):
         yield f"### {name}\n\n{losses(rows)}"
         return
     elif "lane" in columns and "start_ms" in columns:
