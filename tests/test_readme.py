@@ -32,7 +32,9 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 EXAMPLE = next(code for page, code in blocks("python") if page == "README.md")
-CODE = [each for each in blocks("python") if each[1] != EXAMPLE and not (each[0] in FOLLOWED and FILE.match(each[1]))]
+SCRIPTS = (*FOLLOWED, "docs/trainer.md")
+"""Pages whose scripts are files that other tests run: tests/test_tutorials.py and tests/test_trainer_page.py."""
+CODE = [each for each in blocks("python") if each[1] != EXAMPLE and not (each[0] in SCRIPTS and FILE.match(each[1]))]
 
 
 @pytest.mark.parametrize(("page", "code"), [pytest.param(*each, id=each[0]) for each in CODE])

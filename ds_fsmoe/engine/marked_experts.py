@@ -42,7 +42,7 @@ from ds_fsmoe.layer.expert_shard import (
     tensors_in,
     unmark,
 )
-from ds_fsmoe.layer.experts_layer import FSMoEExperts
+from ds_fsmoe.layer.experts_layer import FSMoEExperts, FSMoEParamWrapper
 from ds_fsmoe.layer.parts import LayerError
 
 # ---- Gives scripts whole weights of experts: within ``deepspeed.zero.GatheredParameters``, in a loss, and one
@@ -94,7 +94,8 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
             each.__class__ = GatheredWeight
         has_failed = True  # then other ranks may not come here
         try:
-            yield
+            with _own_parts_in_calls(parameters, before):
+                yield
             has_failed = False
         finally:
             for each, own in zip(parameters, before, strict=True):
@@ -102,6 +103,36 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
                 if not has_failed:
                     _take_changes(each, own, modifier_rank)
                 each.data = own
+
+
+@contextmanager
+def _own_parts_in_calls(parameters: Sequence[ExpertShard], own: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Give layers this rank's part while they are called inside the block, as TRL does to generate at ZeRO 3."""
+    own_by_id = {id(each): part for each, part in zip(parameters, own, strict=True)}
+    whole_by_id: dict[int, torch.Tensor] = {}
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):
+            for each in module.parameters():
+                if isinstance(each, GatheredWeight) and id(each) in own_by_id:
+                    whole_by_id[id(each)] = each.data
+                    each.__class__, each.data = ExpertShard, own_by_id[id(each)]
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):
+            for each in module.parameters():
+                if id(each) in whole_by_id:
+                    each.__class__, each.data = GatheredWeight, whole_by_id.pop(id(each))
+
+    hooks = (
+        nn.modules.module.register_module_forward_pre_hook(begin),
+        nn.modules.module.register_module_forward_hook(end, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for each in hooks:
+            each.remove()
 
 
 @torch.no_grad()
