@@ -83,6 +83,14 @@ def generate_in_whole_weights(rank: int, world_size: int, adapted: bool) -> list
             found = engine.module.generate(input_ids=prompt, **how)
             if shapes != [tuple(each.shape) for each in engine.module.parameters()]:
                 said.append(f"step {step}: weights are not whole afterwards")
+            changed = [each for each in engine.module.parameters() if each.dim() == 3]
+            for each in changed:
+                each.data.mul_(2.0)
+            halved = engine.module.generate(input_ids=prompt, **how)
+            for each in changed:
+                each.data.mul_(0.5)
+            if changed and torch.equal(halved, found):
+                said.append(f"step {step}: changes within the block do not count")
             add_hooks(engine)
         if not torch.equal(found, wanted) or not torch.equal(wanted, engine.module.generate(input_ids=prompt, **how)):
             said.append(f"step {step}: {found.tolist()} for {wanted.tolist()}")

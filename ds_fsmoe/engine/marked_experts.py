@@ -94,7 +94,7 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
             each.__class__ = GatheredWeight
         has_failed = True  # then other ranks may not come here
         try:
-            with _own_parts_in_calls(parameters, before):
+            with _own_parts_in_calls():
                 yield
             has_failed = False
         finally:
@@ -106,17 +106,16 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
 
 
 @contextmanager
-def _own_parts_in_calls(parameters: Sequence[ExpertShard], own: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give layers this rank's part while they are called inside the block, as TRL does to generate at ZeRO 3."""
-    own_by_id = {id(each): part for each, part in zip(parameters, own, strict=True)}
+def _own_parts_in_calls() -> Iterator[None]:
+    """Give layers this rank's part, with its changes, while they are called in the block, as TRL does to generate."""
     whole_by_id: dict[int, torch.Tensor] = {}
 
     def begin(module: nn.Module, inputs: Any) -> None:
         if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):
             for each in module.parameters():
-                if isinstance(each, GatheredWeight) and id(each) in own_by_id:
+                if isinstance(each, GatheredWeight):
                     whole_by_id[id(each)] = each.data
-                    each.__class__, each.data = ExpertShard, own_by_id[id(each)]
+                    each.__class__, each.data = ExpertShard, each.fsmoe_origin.take(each.data)
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):
