@@ -94,7 +94,7 @@ def _check(architecture: Architecture, groups: Groups, training: Training) -> No
     if len(architecture.blocks) < groups.pp:
         raise ValueError(f"pp = {groups.pp}: {architecture.name} has {len(architecture.blocks)} blocks")
     if training.zero == 3 and groups.esp > 1:
-        raise ValueError(f"expert_tensor_parallel_size = {groups.esp}: not supported at ZeRO 3 (docs/limits.md)")
+        raise ValueError(f"expert_tensor_parallel_size = {groups.esp}: not supported at ZeRO 3 (docs/compatibility.md)")
     if groups.mp > 1:
         raise ValueError(f"mp = {groups.mp}: models of transformers have no model parallelism here")
     if training.zero > 1 and groups.pp > 1:
