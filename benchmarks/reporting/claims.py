@@ -239,6 +239,7 @@ NOT_MEASURED = (
     Excuse("docs/huggingface.md", "# Families", OF_OTHERS),
     Excuse("docs/install.md", "# Install", OF_OTHERS),
     Excuse("docs/install.md", "# From a checkout", OF_OTHERS),
+    Excuse(LORA, "(peft 0.21, transformers 5.24)", OF_OTHERS),
     Excuse("docs/memory.md", "# The formulas", OF_OTHERS),
     Excuse("docs/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run of it"),
     Excuse("docs/memory.md", "# Limits", OF_OTHERS),
