@@ -219,7 +219,6 @@ OF_OTHERS = "of others: said by whoever is named, or a version, a setting, a rul
 NOT_MEASURED = (
     Excuse(README, "# How much on my cluster?", SIMULATED),
     Excuse(README, "# Install", OF_OTHERS),
-    Excuse(LORA, "peft 0.21, trl 1.16, transformers 5.24", OF_OTHERS),
     Excuse(PAGE, "(the paper: 1.18 and 1.22)", "the paper's Table 5"),
     Excuse(PAGE, "over `deepspeed`, kappa 0.45 | over `tutel`, kappa 0.45", SIMULATED),
     Excuse(PAGE, "where the goals were 10 and 20%", "a goal"),
@@ -242,6 +241,8 @@ NOT_MEASURED = (
         "docs/faq.md", "7 of the 44 families of transformers 5.21, others by hand; a `TypeError` with 5.23", OF_OTHERS
     ),
     Excuse("docs/troubleshooting.md", "# Messages", OF_OTHERS),
+    Excuse("docs/troubleshooting.md", "NCCL is older than 2.26", OF_OTHERS),
+    Excuse("docs/troubleshooting.md", "or NCCL 2.26 or later", OF_OTHERS),
     Excuse("benchmarks/notes/gpus.md", "# NCCL", OF_OTHERS),
     Excuse(
         "benchmarks/notes/gpus.md",
@@ -274,9 +275,8 @@ NOT_MEASURED = (
     Excuse("benchmarks/notes/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run"),
     Excuse("benchmarks/notes/memory.md", "# Limits", OF_OTHERS),
     Excuse(LORA, "(peft 0.21, transformers 5.24)", OF_OTHERS),
-    Excuse("docs/memory.md", "# The formulas", OF_OTHERS),
-    Excuse("docs/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run of it"),
-    Excuse("docs/memory.md", "# Limits", OF_OTHERS),
+    Excuse("docs/llamafactory.md", "# LLaMA-Factory", OF_OTHERS),
+    Excuse("docs/llamafactory.md", "# What was tried", OF_OTHERS),
     Excuse("docs/monitor.md", "# Compare two runs", OF_OTHERS),
     Excuse(
         "docs/placement.md",
@@ -299,6 +299,7 @@ NOT_MEASURED = (
         "# Synthetic routing",
         "loads, counted in the recordings beside the benchmarks",
     ),
+    Excuse("docs/trainer.md", "# What was tried", OF_OTHERS),
     Excuse(ROWS, "at a factor of 1.25", "a capacity factor"),
     Excuse(ROWS, "of compute capability 9.0 and later", OF_OTHERS),
     Excuse(DISPATCH, "GPU of compute capability 9.0 or later", OF_OTHERS),
