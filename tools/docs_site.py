@@ -91,6 +91,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if path == "benchmarks/LOG.md":
         page.meta["search"] = {"exclude": True}
     here = posixpath.dirname(page.file.src_uri)
+    if path == "docs/api.md":
+        markdown = folded(markdown)
 
     def rewritten(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match[1]))
@@ -99,6 +101,16 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return posixpath.relpath(place_on_site(target), here or ".")
 
     return LINK.sub(rewritten, markdown)
+
+
+def folded(reference: str) -> str:
+    """Each public name as a line that opens: the reference has 80 screens, of which a reader wants one."""
+
+    def fold(match: re.Match[str]) -> str:
+        within = "".join(f"    {line}" for line in match[0].splitlines(keepends=True))
+        return f'??? abstract "{match[1]}"\n\n{within}'
+
+    return re.sub(r"^::: (\S+)\n(?:[ ]+\S.*\n)*", fold, reference, flags=re.MULTILINE)
 
 
 def on_page_content(html: str, **_: Any) -> str:
