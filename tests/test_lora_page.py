@@ -40,7 +40,7 @@ def prepare(folder: Path) -> Reader:
     make = [sys.executable, str(ROOT / "examples" / "hf" / "make_model.py"), MODEL]
     subprocess.run(make, cwd=folder, timeout=300, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     (folder / "ds_config.json").write_text(next(each for language, each in blocks_of(PAGE) if language == "json"))
-    samples = ({"text": f"After {number} comes {number + 1}. " * 4} for number in range(16))
+    samples = ({"text": f"After {number} comes {number + 1}. " * 4} for number in range(4))
     (folder / "train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(SITE)
