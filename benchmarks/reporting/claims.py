@@ -242,6 +242,7 @@ NOT_MEASURED = (
     ),
     Excuse("docs/troubleshooting.md", "# Messages", OF_OTHERS),
     Excuse("docs/troubleshooting.md", "NCCL is older than 2.26", OF_OTHERS),
+    Excuse("docs/troubleshooting.md", "with NCCL older than 2.26", OF_OTHERS),
     Excuse("docs/troubleshooting.md", "or NCCL 2.26 or later", OF_OTHERS),
     Excuse("benchmarks/notes/gpus.md", "# NCCL", OF_OTHERS),
     Excuse(
