@@ -200,7 +200,7 @@ STATEMENTS: dict[str, int] = {
     "components": 3431,
     "config": 712,
     "distributed": 803,
-    "engine": 4082,
+    "engine": 4102,
     "execution": 2456,
     "files": 607,
     "gradients": 1725,
