@@ -82,7 +82,7 @@ def test_the_front_page_has_what_decides_first() -> None:
         '| times as fast as the fastest stock DeepSpeed | ZeRO | `"enabled": true` | and `"ep_size": 4` |',
         "## How much on my cluster?",
         "bound: their sum over the largest of the three**",
-        "## Install",
+        "## Install and turn on",
         'pip install "ds_fsmoe[train,hf] @ file:///',
         EXAMPLE,
         '"fsmoe": {"enabled": true}',
