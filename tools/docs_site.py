@@ -90,6 +90,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     # Whoever searches for a word wants a page that explains it, and not each day on which it was measured.
     if path == "benchmarks/LOG.md":
         page.meta["search"] = {"exclude": True}
+    # The front page is two screens: it needs no list of its headings, and its tables need the room.
+    if path == "README.md":
+        page.meta["hide"] = ["toc", "footer"]
     here = posixpath.dirname(page.file.src_uri)
     if path == "docs/api.md":
         markdown = folded(markdown)
