@@ -108,20 +108,17 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
 @contextmanager
 def _own_parts_in_calls() -> Iterator[None]:
     """Give layers this rank's part, with its changes, while they are called in the block, as TRL does to generate."""
-    whole_by_id: dict[int, torch.Tensor] = {}
+    whole: dict[nn.Module, list[tuple[GatheredWeight, torch.Tensor]]] = {}
 
     def begin(module: nn.Module, inputs: Any) -> None:
-        if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):
-            for each in module.parameters():
-                if isinstance(each, GatheredWeight):
-                    whole_by_id[id(each)] = each.data
-                    each.__class__, each.data = ExpertShard, each.fsmoe_origin.take(each.data)
+        if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):  # within a wrapper none is left to its experts
+            whole[module] = [(each, each.data) for each in module.parameters() if isinstance(each, GatheredWeight)]
+            for each, data in whole[module]:
+                each.__class__, each.data = ExpertShard, each.fsmoe_origin.take(data)
 
     def end(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, (FSMoEExperts, FSMoEParamWrapper)):
-            for each in module.parameters():
-                if id(each) in whole_by_id:
-                    each.__class__, each.data = GatheredWeight, whole_by_id.pop(id(each))
+        for each, data in whole.pop(module, ()):
+            each.__class__, each.data = GatheredWeight, data
 
     hooks = (
         nn.modules.module.register_module_forward_pre_hook(begin),
