@@ -237,6 +237,7 @@ NOT_MEASURED = (
     Excuse("benchmarks/notes/autotuner.md", "# Try", OF_OTHERS),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
     Excuse("docs/qwen3.md", "# 2. Does it fit, and what is the speedup?", SIMULATED),
+    Excuse("docs/qwen3.md", "# What was tried", OF_OTHERS),
     Excuse(
         "docs/faq.md", "7 of the 44 families of transformers 5.21, others by hand; a `TypeError` with 5.23", OF_OTHERS
     ),
