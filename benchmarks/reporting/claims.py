@@ -275,7 +275,7 @@ NOT_MEASURED = (
     Excuse("benchmarks/notes/memory.md", "# The formulas", OF_OTHERS),
     Excuse("benchmarks/notes/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run"),
     Excuse("benchmarks/notes/memory.md", "# Limits", OF_OTHERS),
-    Excuse(LORA, "(peft 0.21, transformers 5.24)", OF_OTHERS),
+    Excuse(LORA, "(torch 2.13, peft 0.21, transformers 5.24, TRL 1.16)", OF_OTHERS),
     Excuse("docs/llamafactory.md", "# LLaMA-Factory", OF_OTHERS),
     Excuse("docs/llamafactory.md", "# What was tried", OF_OTHERS),
     Excuse("docs/monitor.md", "# Compare two runs", OF_OTHERS),
