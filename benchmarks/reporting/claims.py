@@ -237,6 +237,7 @@ NOT_MEASURED = (
     Excuse("benchmarks/notes/autotuner.md", "# Try", OF_OTHERS),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
     Excuse("docs/qwen3.md", "# 2. Does it fit, and what is the speedup?", SIMULATED),
+    Excuse("docs/qwen3.md", "# What was tried", OF_OTHERS),
     Excuse(
         "docs/faq.md", "7 of the 44 families of transformers 5.21, others by hand; a `TypeError` with 5.23", OF_OTHERS
     ),
@@ -276,7 +277,7 @@ NOT_MEASURED = (
     Excuse("benchmarks/notes/memory.md", "# The formulas", OF_OTHERS),
     Excuse("benchmarks/notes/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run"),
     Excuse("benchmarks/notes/memory.md", "# Limits", OF_OTHERS),
-    Excuse(LORA, "(peft 0.21, transformers 5.24)", OF_OTHERS),
+    Excuse(LORA, "(torch 2.13, peft 0.21, transformers 5.24, TRL 1.16)", OF_OTHERS),
     Excuse("docs/llamafactory.md", "# LLaMA-Factory", OF_OTHERS),
     Excuse("docs/llamafactory.md", "# What was tried", OF_OTHERS),
     Excuse("docs/monitor.md", "# Compare two runs", OF_OTHERS),
