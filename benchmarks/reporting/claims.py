@@ -242,6 +242,7 @@ NOT_MEASURED = (
     Excuse("docs/install.md", "# Install", OF_OTHERS),
     Excuse("docs/install.md", "# From a checkout", OF_OTHERS),
     Excuse("docs/memory.md", "# What ds_fsmoe needs beside stock", OF_OTHERS),
+    Excuse("docs/memory.md", "# Offloaded and 8-bit optimizer states", OF_OTHERS),
     Excuse("docs/memory.md", "# Predict it", "bytes, counted by tests/test_memory_plans.py in every run of it"),
     Excuse("benchmarks/notes/memory.md", "# The formulas", OF_OTHERS),
     Excuse("benchmarks/notes/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run"),
