@@ -273,6 +273,7 @@ NOT_MEASURED = (
     Excuse("docs/launchers.md", "the schemas of Kubernetes 1.37", OF_OTHERS),
     Excuse("docs/launchers.md", "# NCCL settings", OF_OTHERS),
     Excuse("docs/memory.md", "# What ds_fsmoe needs beside stock", OF_OTHERS),
+    Excuse("docs/memory.md", "# Offloaded and 8-bit optimizer states", OF_OTHERS),
     Excuse("docs/memory.md", "# Predict it", "bytes, counted by tests/test_memory_plans.py in every run of it"),
     Excuse("benchmarks/notes/memory.md", "# The formulas", OF_OTHERS),
     Excuse("benchmarks/notes/memory.md", "# Measured", "bytes, counted by tests/test_memory_plans.py in every run"),
