@@ -21,7 +21,7 @@ def planned(tmp_path: Path, *args: str) -> tuple[dict[str, Any], dict[str, float
     """Run the command of the page with more arguments; return what it writes, and the ms of each lane in a step of
     DeepSpeed's order.
     """
-    (command,) = re.findall(r"`ds_fsmoe (plan --model [^`]+)`", SECTION)
+    (command,) = re.findall(r"`ds_fsmoe (plan --model [^`]+)`", " ".join(SECTION.split()))
     files = ["--json", str(tmp_path / "plan.json"), "--trace", str(tmp_path / "trace.json")]
     assert cli.main([*command.split(), *args, "--preset", "deepspeed", *files]) == 0
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
