@@ -48,7 +48,6 @@ def prepare(folder: Path) -> Reader:
     return Reader(folder, {"PYTHONPATH": paths, "ACCELERATE_USE_DEEPSPEED": "true"})
 
 
-@pytest.mark.slow
 def test_the_recipe_trains_saves_and_merges(tmp_path: Path) -> None:
     printed = prepare(tmp_path).follow(PAGE)
     trained = [each for line, each in printed.items() if line.startswith("deepspeed")]

@@ -107,7 +107,7 @@ def _gathering(parameters: Sequence[ExpertShard], modifier_rank: int | None) -> 
 
 @contextmanager
 def _own_parts_in_calls() -> Iterator[None]:
-    """Give layers this rank's part, with its changes, while they are called in the block, as TRL does to generate."""
+    """Replace whole weights by this rank's part, changes included, while a layer is called, as TRL does to generate."""
     whole: dict[nn.Module, list[tuple[GatheredWeight, torch.Tensor]]] = {}
 
     def begin(module: nn.Module, inputs: Any) -> None:
