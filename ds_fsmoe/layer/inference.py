@@ -56,7 +56,7 @@ class LayerRecord:
     """The rows of the fullest rank relative to the mean, with primary experts only; summed over calls with known
     counts."""
     fullest: float = 0.0
-    """The same, with the placement of the experts in the call."""
+    """The rows of the fullest rank relative to the mean, with the experts placed as in the call; summed likewise."""
     counted: int = 0
     """The calls whose counts are known."""
 

@@ -28,7 +28,7 @@ class Proposal:
     """The layer's stages, which say how its tokens are exchanged; of a sub-batch, what it has of them."""
     backward: bool
     is_two_batch: bool = False
-    """Whether the two sub-batches of a micro-batch alternate."""
+    """True if the two sub-batches of a micro-batch alternate."""
     costs: Mapping[str, Cost] = field(default_factory=dict)
     """Kind of task -> its cost in this phase; empty where nothing is measured, as for ``lina`` by rule."""
 
