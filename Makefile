@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo    the main job, with stock DeepSpeed and with ours, and a table that compares them
-# make test    the tests (those marked slow left out); make nightly runs all of them, goes on where it
-#              stopped, and ends with a line for benchmarks/LOG.md. Those of the planner run in an
-#              environment of their own that has no torch: make test-planning. Those that train much or run what
-#              the pages say are left out as well: make test-long
+# make test    every law, with a sample of what is too long, drawn anew each day from a seed that it prints. The
+#              planner's tests run in an environment of their own that has no torch: make test-planning. What it leaves out:
+# make test-long     whole trainings, and what the pages say
+# make test-bench    the benchmarks' own tests, and each figure of the pages
+# make test-clients  a framework with an environment of its own: LLaMA-Factory's own command, unmodified, with and without
+#              DS_FSMOE=1: the losses of four families (not in CI)
+# make nightly  all tests, every case of every matrix; it goes on where it stopped, and ends with a line for benchmarks/LOG.md
 # make test-newest   make test with Python 3.13 and torch 2.15 (PYTHON=/path names the interpreter; a download of 3 GB);
 #              make test-oldest with Python 3.11 and torch 2.11. The last results are in benchmarks/LOG.md
 # make cluster-demo  the demo on a cluster on one machine: 2 nodes as network namespaces (Linux, root, iproute2)
@@ -11,8 +14,6 @@
 #              says how long, and goes on where it stopped
 # make soak    faults of all kinds that jobs survive, and thousands of steps after which nothing has grown (half an hour)
 # make docs    the pages of docs/ as a site in site/, strictly: a dead link or an undocumented public name fails
-# make try-llamafactory  LLaMA-Factory's own command, unmodified, with and without DS_FSMOE=1: the losses of four families
-#              (not in CI; an environment of its own, as it pins older versions)
 # make lint    ruff: rules and layout; clang-format for csrc/. make format puts right what can be
 # Each sets up .venv first, if that is not there or the requirements have changed.
 
@@ -31,13 +32,14 @@ SOURCES = $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -nam
 
 # Tests run in one process per core and one more, up to four: a test starts ranks of its own, and waits for them.
 SIDE_BY_SIDE := -n $(shell python3 -c "import os; print(min(4, len(os.sched_getaffinity(0)) + 1))") --dist worksteal
+OTHERS := --ignore tests/planning --ignore tests/benchmarks
 
 # One thread per rank: the ranks share the cores. Ops are compiled into a folder of our own, so that a lock left behind
 # by another program cannot hold us up.
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-newest test-oldest nightly docs try-llamafactory lint format clean
+.PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-bench test-clients test-newest test-oldest nightly docs lint format clean
 
 setup: $(READY)
 
@@ -71,16 +73,25 @@ soak: $(READY)
 	@DS_ACCELERATOR=cpu $(RUN) $(VENV)/bin/deepspeed --num_accelerators 2 benchmarks/faults/soak_job.py
 
 test: $(READY) test-planning
-	@echo "== test: the test suite without what is marked long or slow (about seven minutes)"
-	@$(RUN) -m pytest -m "not slow and not long" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
+	@echo "== test: the laws: every part, a sample of every matrix (minutes are in CONTRIBUTING.md)"
+	@$(RUN) -m pytest -m "not slow and not long" $(SIDE_BY_SIDE) --durations=10 $(OTHERS)
 
 test-long: $(READY)
-	@echo "== test: long ones: whole trainings, what README, docs and notebooks say, reports in a browser (about nine minutes)"
-	@$(RUN) -m pytest -m "long and not slow" $(SIDE_BY_SIDE) --durations=10 --ignore tests/planning
+	@echo "== test-long: whole trainings, what README, docs and notebooks say, reports in a browser"
+	@$(RUN) -m pytest -m "long and not slow" $(SIDE_BY_SIDE) --durations=10 $(OTHERS)
+
+test-bench: $(READY)
+	@echo "== test-bench: the benchmarks' own tests, and each figure of the pages"
+	@$(RUN) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=10 tests/benchmarks
 
 test-planning: $(PLANNING_READY)
-	@echo "== test: the planner, where there is no torch (about a minute)"
-	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest $(SIDE_BY_SIDE) --durations=5 tests/planning
+	@echo "== test: the planner, where there is no torch"
+	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest -m "not slow and not long" $(SIDE_BY_SIDE) --durations=5 tests/planning
+
+test-clients: $(LLAMAFACTORY_READY)
+	@echo "== test-clients: LLaMA-Factory's own command, four families on two ranks, stock DeepSpeed and ours (about ten minutes)"
+	@$(LLAMAFACTORY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
+	@$(LLAMAFACTORY)/bin/python tools/try_llamafactory.py
 
 test-newest:
 	@echo "== test-newest: make test on the newest Python and torch that are supported (downloads 3 GB, with CUDA libraries; 6 GB on disk)"
@@ -105,11 +116,6 @@ docs: $(DOCS_READY)
 $(LLAMAFACTORY_READY): setup.py ds_fsmoe/versions.py tools/setup_venv.sh
 	@echo "== setup: a virtual environment with LLaMA-Factory in $(LLAMAFACTORY) (some minutes, once)"
 	@tools/setup_venv.sh llamafactory
-
-try-llamafactory: $(LLAMAFACTORY_READY)
-	@echo "== try-llamafactory: four families on two ranks, stock DeepSpeed and ours (about ten minutes)"
-	@$(LLAMAFACTORY)/bin/python -m pip install --quiet --no-deps --force-reinstall .
-	@$(LLAMAFACTORY)/bin/python tools/try_llamafactory.py
 
 lint: $(READY)
 	@echo "== lint: ruff, clang-format"

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: Ctrl-C works, tests that need a GPU are skipped where there is none, and a run says at its end
-which tests it left out."""
+"""What all tests share: Ctrl-C works, tests that need a GPU are skipped where there is none, samples are drawn, and a
+run says at its end which tests it left out and what runs them."""
 
 from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Sequence
@@ -14,12 +15,21 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.samples import SEED, draw_daily, todays_seed
+
 # No test judges by a clock, whatever else the machine does.
 settings.register_profile("without_a_clock", deadline=None)
 settings.load_profile("without_a_clock")
 # One thread for each rank and test, as ranks share the cores and as sums keep their bits; read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-LEFT_OUT = pytest.StashKey[Counter[str]]()
+LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
+# Marks -> what runs the tests that have them; the first that a test has counts.
+RUN_BY = {"slow": "make nightly", "long": "make test-long", "": "make test"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for another order."""
+    parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of each, in an order of this seed's")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,10 +37,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[LEFT_OUT] = Counter()
+    todays_seed()
 
 
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Skip what needs more CUDA devices than there are."""
+@pytest.hookimpl(tryfirst=True)  # ahead of -m, which goes by the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw today's samples, shuffle if asked, and skip what needs more CUDA devices than there are."""
+    draw_daily(items)
+    if seed := config.getoption("shuffle"):
+        shuffle(items, seed)
     marks = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not marks:
         return
@@ -45,6 +60,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs {what}: {there}"))
 
 
+def shuffle(items: list[pytest.Item], seed: str) -> None:
+    """Reorder files, and the tests within each: a file's fixtures are made once."""
+    keys = {item: random.Random(f"{seed} {item.nodeid}").random() for item in items}
+    files = {item.path: random.Random(f"{seed} {item.path.name}").random() for item in items}
+    items.sort(key=lambda item: (files[item.path], item.path, keys[item]))
+
+
 def pytest_collection_finish() -> None:
     """Have the collector look no more at what was imported, which lives as long as the tests: half a second each time
     that one of them calls it."""
@@ -53,30 +75,36 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Count the tests that this run leaves out, file by file."""
+    """Count the tests that this run leaves out, by what runs them and by file."""
     for item in items:
-        item.config.stash[LEFT_OUT][item.nodeid.partition("::")[0]] += 1
+        by = next(command for mark, command in RUN_BY.items() if not mark or item.get_closest_marker(mark))
+        item.config.stash[LEFT_OUT][by, item.nodeid.partition("::")[0]] += 1
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let a worker of a run in several processes tell the one that reports; all of them collected the same tests."""
     if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["left_out"] = dict(session.config.stash[LEFT_OUT])
+        left_out = session.config.stash[LEFT_OUT]
+        session.config.workeroutput["left_out"] = [(*key, count) for key, count in left_out.items()]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Take over what one worker left out."""
-    node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get("left_out", {}))
+    left_out = getattr(node, "workeroutput", {}).get("left_out", [])
+    node.config.stash[LEFT_OUT] = Counter({(by, file): count for by, file, count in left_out})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was left out, and what runs it."""
+    """Say from which seed the samples are, what was left out, and what runs it."""
+    terminalreporter.section("samples")
+    terminalreporter.line(f"drawn from the seed {todays_seed()}; {SEED}={todays_seed()} draws them again")
     left_out = config.stash[LEFT_OUT]
     if not left_out:
         return
-    chosen = config.getoption("markexpr") or config.getoption("keyword") or "the names given"
     terminalreporter.section("left out")
-    terminalreporter.line(f"{left_out.total()} tests are left out by '{chosen}'; make nightly runs all:")
-    for file, count in sorted(left_out.items()):
-        terminalreporter.line(f"  {count:5} of {file}")
+    for command in RUN_BY.values():
+        files = {file: count for (by, file), count in sorted(left_out.items()) if by == command}
+        if files:
+            terminalreporter.line(f"{sum(files.values())} tests of {len(files)} files are run by {command}:")
+            terminalreporter.line("  " + ", ".join(f"{file.rpartition('/')[2]} {n}" for file, n in files.items()))

@@ -1,23 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sample of a matrix for ``make test``; ``make nightly`` takes all of it."""
+"""Samples of what is too long for the gates, drawn anew each day from a seed that a run prints; ``make nightly`` takes
+all of it."""
 
 from __future__ import annotations
 
+import os
+import random
+import sys
+from collections import defaultdict
 from collections.abc import Collection, Sequence
+from datetime import date
 from typing import Any
 
 import pytest
 
+SEED = "DS_FSMOE_TEST_SEED"  # the variable that draws a sample again
+
+
+def todays_seed() -> str:
+    """Return the seed of this run: that of the environment, or the date; workers and ranks inherit it."""
+    return os.environ.setdefault(SEED, date.today().isoformat())
+
+
+def draw(what: str, values: Sequence[Any], count: int) -> list[Any]:
+    """Return ``count`` of the values, or all where there are fewer, as they are drawn today for ``what``."""
+    return random.Random(f"{todays_seed()} {what}").sample(values, min(count, len(values)))
+
 
 def sampled(
-    names: str | tuple[str, ...], values: Sequence[Any], kept: Collection[int], **options: Any
+    names: str | tuple[str, ...], values: Sequence[Any], kept: Collection[int] = (), drawn: int = 1, **options: Any
 ) -> pytest.MarkDecorator:
-    """Return ``pytest.mark.parametrize`` over all values, of which those not at the indices ``kept`` are slow.
+    """Return ``pytest.mark.parametrize`` over all values, of which few run in a gate and the others are slow.
+
+    Args:
+        kept: the indices of values that run every day.
+        drawn: how many of the others run, drawn anew each day.
 
     Raises:
         IndexError: if there is no value at an index, so that a sample cannot become empty unnoticed.
     """
     indices = {range(len(values))[index] for index in kept}
+    place = sys._getframe(1)
+    others = [index for index in range(len(values)) if index not in indices]
+    indices.update(draw(f"{place.f_globals['__name__']} {names} {len(values)}", others, drawn))
 
     def marked(number: int, value: Any) -> Any:
         if number in indices:
@@ -25,3 +50,18 @@ def sampled(
         return pytest.param(*(value if isinstance(names, tuple) else (value,)), marks=pytest.mark.slow)
 
     return pytest.mark.parametrize(names, [marked(*each) for each in enumerate(values)], **options)
+
+
+def draw_daily(items: Sequence[pytest.Item]) -> None:
+    """Mark the tests of ``daily(group, count)``: ``count`` of each group, drawn today, are long, the others slow."""
+    groups: dict[str, list[pytest.Item]] = defaultdict(list)
+    counts: dict[str, int] = {}
+    for item in items:
+        if mark := item.get_closest_marker("daily"):
+            group, counts[group] = mark.args
+            groups[group].append(item)
+    for group, members in groups.items():
+        # By name, so that a run of one file draws what a run of all draws.
+        names = draw(group, sorted(each.nodeid for each in members), counts[group])
+        for each in members:
+            each.add_marker(pytest.mark.long if each.nodeid in names else pytest.mark.slow)

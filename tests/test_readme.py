@@ -160,7 +160,7 @@ MEASURE_FOR_MINUTES = tuple(
     )
 )
 NOT_IN_CI = (
-    *("make soak", "make bench", "make cluster-demo", "make docs", "make try-llamafactory"),
+    *("make soak", "make bench", "make cluster-demo", "make docs", "make test-clients"),
     "make test-newest",  # downloads 3 GB
 )
 """Half an hour, minutes of a bed, or another environment to install: what they call has tests of its own."""

@@ -10,7 +10,7 @@ from tools.nightly import counted, row
 
 TESTS = Path(__file__).resolve().parent
 # File -> why all of it is slow.
-WITHOUT = {"test_bench_smoke.py": "benchmarks of a minute and more each, on a bed that root alone can make"}
+WITHOUT = {"benchmarks/test_bench_smoke.py": "benchmarks of a minute and more each, on a bed that root alone can make"}
 
 
 def whole(source: str) -> tuple[int, int]:
@@ -22,7 +22,7 @@ def whole(source: str) -> tuple[int, int]:
 
 
 def test_every_file_with_slow_tests_has_others_that_run_in_a_gate() -> None:
-    counts = {file.name: whole(file.read_text()) for file in TESTS.glob("test_*.py")}
+    counts = {file.relative_to(TESTS).as_posix(): whole(file.read_text()) for file in TESTS.rglob("test_*.py")}
     assert len(counts) > 200
     assert {name for name, (slow, others) in counts.items() if slow and not others} == set(WITHOUT)
 

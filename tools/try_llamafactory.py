@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with LLaMA-Factory's own command, unmodified, with and without DS_FSMOE=1, and compares the losses.
 
-``make try-llamafactory`` makes the environment first, since LLaMA-Factory pins older versions than the tests use. Each
+``make test-clients`` makes the environment first, since LLaMA-Factory pins older versions than the tests use. Each
 of the families, made tiny, is trained on two ranks of this machine's CPUs:
 
     .venv-llamafactory/bin/python tools/try_llamafactory.py [mixtral:2 deepseek_v3:3 ...]    family:ZeRO stage

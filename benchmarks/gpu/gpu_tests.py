@@ -94,7 +94,7 @@ def run(checks: Checks) -> None:
     elif stage in SINGLE:
         run_tests(checks, single(checks, SINGLE[stage]), BESIDE)
     else:
-        files = [each for each in (ROOT / "tests").glob("test_*.py") if MARKS.search(each.read_text("utf-8"))]
+        files = [each for each in (ROOT / "tests").rglob("test_*.py") if MARKS.search(each.read_text("utf-8"))]
         files.sort(key=lambda each: (FIRST.index(each.stem) if each.stem in FIRST else len(FIRST), each.stem))
-        names = [f"tests/{each.name}" for each in files]
+        names = [each.relative_to(ROOT).as_posix() for each in files]
         run_tests(checks, [each for each in names if each not in SINGLE["sanitize"]], BESIDE)

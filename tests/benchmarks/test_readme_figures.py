@@ -13,7 +13,7 @@ import pytest
 from benchmarks.reporting.figures import Results, mean
 from benchmarks.reporting.rows import Row, newest, read
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "benchmarks" / "notes" / "figures.md").read_text()
 TEXT = " ".join(PAGE.split())
 RESULTS = ROOT / "benchmarks" / "results"

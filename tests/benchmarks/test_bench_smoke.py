@@ -16,10 +16,10 @@ from benchmarks.bed.bed import Bed, BedError, check_machine, down
 from benchmarks.bed.job import run_job
 from benchmarks.harness.outcome import AA
 from benchmarks.reporting.rows import read
+from tests.benchmarks.result_laws import broken, judged_by_few
 from tests.built_ops import build_ops
-from tests.result_laws import broken, judged_by_few
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 ONE_WORD = {"stock", "ours", "ours, rows", "deepspeed", "tutel", "pipemoe_lina", "fsmoe"}
 FEW = {"stock", "deepspeed", "best", "best, best layout"}
 VARIANTS = {

@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.harness.outcome import AA
 from benchmarks.reporting.rows import read
+from tests.benchmarks.result_laws import broken, judged_by_few
 from tests.built_ops import build_ops
 from tests.python_path import python_path
-from tests.result_laws import broken, judged_by_few
 from tests.samples import sampled
 from tests.scripts import ROOT
 

@@ -24,11 +24,11 @@ from benchmarks.bed import job
 from benchmarks.bed.bed import Bed, BedError, check_machine, down, found_bed, namespaces, rate_mbit
 from benchmarks.bed.job import run_job
 from benchmarks.bed.self_test import contention
-from tests.bed_messages import bucket, connected, passes
+from tests.benchmarks.bed_messages import bucket, connected, passes
 from tests.samples import sampled
 from tests.waiting import LIMIT_S, until
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAME = f"t{os.getpid() % 1_000_000}"
 
 try:

@@ -20,12 +20,12 @@ from benchmarks.harness.cpu_time import CpuTime, cpu_time
 from benchmarks.harness.harness import AA, Case, Effort, Goal, Grid, RunError, Variant, run_grid
 from benchmarks.harness.outcome import ADDED, COLUMNS
 from benchmarks.harness.result_files import append_rows, commit
+from tests.benchmarks.harness_cases import GRID, QUICK, Settings, grid_of, read, sleeper
 from tests.fake_clock import FakeClock
-from tests.harness_cases import GRID, QUICK, Settings, grid_of, read, sleeper
 from tests.ranks import run_on_ranks
 from tests.waiting import LIMIT_S
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -76,7 +76,7 @@ def test_a_grid_needs_cases_of_different_names(cases: tuple[Case, ...]) -> None:
 def test_without_ranks_neither_torch_nor_deepspeed_is_loaded(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from benchmarks.harness.harness import run_grid\n"
-        "from tests.harness_cases import GRID, QUICK, FakeClock, sleeper\n"
+        "from tests.benchmarks.harness_cases import GRID, QUICK, FakeClock, sleeper\n"
         "run_grid(GRID, [sleeper(FakeClock(), 'stock', 1)], 'stock', QUICK, results=Path(sys.argv[1]))\n"
         "assert not {'torch', 'deepspeed'} & set(sys.modules)"
     )

@@ -18,7 +18,7 @@ from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, Case, SmallModel, batch
 from tests.test_hugging_face import engine_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted([*ROOT.glob("benchmarks/*/bench_*.py"), ROOT / "benchmarks/faults/soak_job.py"])
 
 

@@ -15,9 +15,9 @@ from benchmarks.harness.result_files import RESULTS
 from benchmarks.reporting.plots import draw_fits, draw_predictions, draw_ratios, draw_timelines
 from benchmarks.reporting.rows import comparison, read
 from benchmarks.reporting.tables import beside_table_5, gains_in_two, losses, operations, predictions
-from tests.result_laws import broken
+from tests.benchmarks.result_laws import broken
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def row(case: str, variant: str, ratio: float, spread: float = 0.1, **others: Any) -> dict[str, str]:

@@ -11,7 +11,7 @@ from benchmarks.harness.harness import AA, CaseResult, Goal
 from benchmarks.harness.intervals import MIN_BLOCKS_TO_JUDGE, Interval, percentiles_ms, speedup
 from benchmarks.harness.outcome import CpuShares, evaluate, rows, table
 from benchmarks.harness.result_files import made_with
-from tests.harness_cases import GRID
+from tests.benchmarks.harness_cases import GRID
 
 IDLE = CpuShares(0.5, 0.5, 0.0)
 

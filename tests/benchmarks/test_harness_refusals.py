@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness.harness import AA, Effort, Goal, RunError, Variant, run_grid
+from tests.benchmarks.harness_cases import GRID, QUICK, Settings, sleeper
 from tests.fake_clock import FakeClock
-from tests.harness_cases import GRID, QUICK, Settings, sleeper
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Task,
 )
+from tests.benchmarks.test_emulated_links import gpu
 from tests.fake_clock import FakeClock
 from tests.lane_cases import NEEDS_GPU
 from tests.pretended_device import Device, pretended
-from tests.test_emulated_links import gpu
 
 FIXTURES = (gpu, pretended)  # which pytest finds by their names here
 

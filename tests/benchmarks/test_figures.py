@@ -28,7 +28,7 @@ from benchmarks.reporting.figures import (
 from benchmarks.reporting.page import NAME, page
 from tests.pages import PAGES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OF = Results()
 CLAIMS = tuple(claims(OF))
 SECTIONS = [section for name, text in PAGES.items() for section in sections(name, text)]

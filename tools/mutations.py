@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Break the package in one small place after the other, and see which test says so.
+
+python tools/mutations.py --seed 2026-11-29 --count 100
+
+Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the test files
+that import its module, closest first, and what survives those against all of ``make test``. Results are kept in
+``.mutations/SEED.jsonl``; a second run goes on where the first stopped. Mutations that change no result are listed
+with the reason in ``tools/mutations_equivalent.toml`` and drawn anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+EQUIVALENT = Path(__file__).with_name("mutations_equivalent.toml")
+COMPARISONS = {
+    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
+    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
+}  # fmt: skip
+ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "//"}
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "floor": "ceil", "ceil": "floor"}
+# Calls of methods that the mutation leaves out: x.clamp(...) becomes x.
+LEFT_OUT = {"clamp", "clone", "detach", "contiguous", "abs", "copy", "to"}
+# Words are no behavior: what stands in these is not changed.
+WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)
+LAW_FILES = 4
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change: lines and columns are those of the unchanged file, from 1 and 0, the end excluded."""
+
+    path: str
+    function: str
+    kind: str
+    start: tuple[int, int]
+    end: tuple[int, int]
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        """The mutation as the list of equivalents has it: without the line, which moves."""
+        return f"{self.path} {self.function}: {' '.join(self.before.split())} -> {' '.join(self.after.split())}"
+
+    def applied(self, source: str) -> str:
+        """Return the changed source."""
+        lines = source.splitlines(keepends=True)
+        (first, left), (last, right) = self.start, self.end
+        # Columns of ast count bytes.
+        head = lines[first - 1].encode()[:left].decode()
+        tail = lines[last - 1].encode()[right:].decode()
+        return "".join(lines[: first - 1]) + head + self.after + tail + "".join(lines[last:])
+
+
+def changes(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, str]]:
+    """Yield the changes of one node: the kind, the node that is replaced, and what stands there then."""
+
+    def said(part: ast.AST) -> str:
+        return ast.unparse(part)
+
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            yield "comparison", node, f"({said(left)} {COMPARISONS[type(op)]} {said(right)})"
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
+            yield "arithmetic", node, f"({said(left)} {ARITHMETIC[type(op)]} {said(right)})"
+            if isinstance(op, ast.Add | ast.Sub | ast.Mult):
+                yield "term left out", node, f"({said(left)})"
+        case ast.Constant(value=bool(value)):
+            yield "constant", node, str(not value)
+        case ast.Constant(value=int(value)):
+            yield "constant", node, str(value + 1)
+        case ast.Constant(value=float(value)) if value:
+            yield "constant", node, repr(value * 1.03)
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
+            if not isinstance(node, ast.While):
+                yield "condition", test, f"(not ({said(test)}))"
+                yield "condition", test, "False"
+        case ast.BoolOp(values=[first, *others]):
+            yield "part of a condition", node, f"({said(first)})"
+            yield "part of a condition", node, f"({said(others[-1])})"
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield "sign", node, f"({said(operand)})"
+        case ast.Expr(value=ast.Call()):
+            yield "statement left out", node, "pass"
+        case ast.AugAssign(target=target, value=value):
+            yield "sum", node, f"{said(target)} = {said(value)}"
+        case ast.Call(func=ast.Name(id=name)) if name in NAMES:
+            yield "function", node.func, NAMES[name]
+        case ast.Call(func=ast.Attribute(value=value, attr=attribute)) if attribute in LEFT_OUT:
+            yield "method left out", node, f"({said(value)})"
+        case ast.Subscript(slice=ast.Tuple(elts=[first, *others])) if not isinstance(first, ast.Constant | ast.Slice):
+            if isinstance(node.ctx, ast.Load):
+                yield "index", node, f"{said(node.value)}[0, {', '.join(map(said, others))}]"
+        case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            yield "result", value, "None"
+
+
+def mutations_of(path: str, source: str) -> list[Mutation]:
+    """Return every mutation of a file: of what its functions do, not of its words or its constants."""
+    found = []
+
+    def visit(node: ast.AST, function: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, WORDS):
+                continue
+            if isinstance(child, ast.FunctionDef):
+                if child.name.startswith("__r") or any("abstract" in ast.unparse(d) for d in child.decorator_list):
+                    continue
+                for statement in child.body:
+                    look(statement, child.name)
+            elif isinstance(child, ast.ClassDef) or not function:
+                visit(child, function)
+            else:
+                look(child, function)
+
+    def look(node: ast.AST, function: str) -> None:
+        if isinstance(node, WORDS) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
+            return
+        if isinstance(node, ast.Call) and "log" in ast.unparse(node.func).lower():
+            return
+        if isinstance(node, ast.FunctionDef):
+            for statement in node.body:
+                look(statement, function)
+            return
+        if isinstance(node, ast.AnnAssign):
+            if node.value:
+                look(node.value, function)
+            return
+        for kind, replaced, after in changes(node, source):
+            before = ast.get_source_segment(source, replaced) or ""
+            start, end = (replaced.lineno, replaced.col_offset), (replaced.end_lineno, replaced.end_col_offset)
+            found.append(Mutation(path, function, kind, start, end, before, after))
+        visit(node, function)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+def drawn(seed: str, count: int) -> list[Mutation]:
+    """Return so many mutations: the file by its number of places, then a kind that it has, then a place."""
+    listed = {each["mutation"] for each in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])}
+    files = sorted((ROOT / "ds_fsmoe").rglob("*.py"))
+    by_file = [mutations_of(str(file.relative_to(ROOT)), file.read_text()) for file in files]
+    by_file = [found for found in by_file if found]
+    draw = random.Random(seed)
+    chosen: dict[str, Mutation] = {}
+    while len(chosen) < count:
+        of_file = draw.choices(by_file, [len(each) for each in by_file])[0]
+        kind = draw.choice(sorted({each.kind for each in of_file}))
+        mutation = draw.choice([each for each in of_file if each.kind == kind])
+        if mutation.name not in listed:
+            chosen.setdefault(mutation.name, mutation)
+    return list(chosen.values())
+
+
+def imports(source: str) -> set[str]:
+    """Return the modules that a file imports, and the names that it imports from them, with dots."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found.update(each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{each.name}" for each in node.names)
+    return found
+
+
+def law_files(path: str, function: str) -> list[str]:
+    """Return the test files nearest to a function: those that name it, then those that import its module, then those
+    that import what imports it; of equals, those that import the least else."""
+    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    importing = {
+        str(file.relative_to(ROOT)).removesuffix(".py").replace("/", "."): imports(file.read_text())
+        for folder in ("ds_fsmoe", "tests")
+        for file in (ROOT / folder).rglob("*.py")
+    }
+    # How many imports away from the module each file is.
+    away, edge = {module: 0}, {module}
+    while edge:
+        edge = {name for name, its in importing.items() if name not in away and its & edge}
+        away.update(dict.fromkeys(edge, max(away.values()) + 1))
+
+    def nearness(file: Path) -> tuple[bool, int, int]:
+        name = str(file.relative_to(ROOT)).removesuffix(".py").replace("/", ".")
+        return function not in file.read_text(), away.get(name, 99), len(importing[name])
+
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts]
+    return [str(each.relative_to(ROOT)) for each in sorted(files, key=nearness)[:LAW_FILES]]
+
+
+def run_tests(tree: Path, files: list[str], workers: int, limit_s: int) -> str | None:
+    """Return the first test that fails in this tree, or ``None``; a run out of time counts as caught."""
+    planning = [file for file in files if file.startswith("tests/planning")] if files else ["tests/planning"]
+    others = [file for file in files if file not in planning] if files else ["tests"]
+    for names, environment in ((planning, ".venv-planning"), (others, ".venv")):
+        if not names:
+            continue
+        python = str(ROOT / environment / "bin" / "python")
+        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
+        command += ["-n", str(workers), "--dist", "worksteal", *names]
+        if names == ["tests"]:
+            command += ["--ignore", "tests/planning", "--ignore", "tests/benchmarks"]
+        path = f"{ROOT / environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1"}
+        if environment == ".venv-planning":
+            variables["DS_FSMOE_EXPECT_NO_TORCH"] = "1"
+        try:
+            run = subprocess.run(
+                command, cwd=tree, env=os.environ | variables, capture_output=True, text=True, timeout=limit_s
+            )
+        except subprocess.TimeoutExpired:
+            return "the limit of time"
+        if run.returncode not in (0, 5):
+            failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return failed[0][:200] if failed else f"status {run.returncode}"
+    return None
+
+
+def main() -> int:
+    """Run the mutations that have no result yet, and say how many were caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"), help="default: the date")
+    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--only", default="", help="only mutations of files whose path has this in it")
+    parser.add_argument("--laws-only", action="store_true", help="do not run all of make test for what survives")
+    parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
+    parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--limit-s", type=int, default=1800, help="for each run of tests")
+    options = parser.parse_args()
+    mutations = [each for each in drawn(options.seed, options.count) if options.only in each.path]
+    if options.list:
+        for each in mutations:
+            print(f"{each.path}:{each.start[0]} {each.kind}: {each.before!r} -> {each.after!r}")
+        return 0
+    kept = ROOT / ".mutations" / f"{options.seed}.jsonl"
+    kept.parent.mkdir(exist_ok=True)
+    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+    results = {row["name"]: row for row in rows}
+    tree = kept.parent / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for file in filter(None, files.split("\0")):
+        (tree / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, tree / file)
+    for number, each in enumerate(mutations, 1):
+        if each.name in results and (results[each.name]["by"] or options.laws_only or results[each.name]["all"]):
+            continue
+        source = (tree / each.path).read_text()
+        (tree / each.path).write_text(each.applied(source))
+        began = time.monotonic()
+        by = run_tests(tree, law_files(each.path, each.function), options.workers, options.limit_s)
+        everything = by is None and not options.laws_only
+        if everything:
+            by = run_tests(tree, [], options.workers, options.limit_s)
+        (tree / each.path).write_text(source)
+        seconds = round(time.monotonic() - began)
+        row = {"name": each.name, "by": by, "all": everything, "seconds": seconds} | asdict(each)
+        results[each.name] = row
+        with kept.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{number:3} {'caught' if by else 'SURVIVES'} {row['seconds']:4} s {each.name} [{by}]", flush=True)
+    rows = [results[each.name] for each in mutations]
+    caught = sum(bool(row["by"]) for row in rows)
+    print(f"{caught} of {len(rows)} are caught, {sum(not row['all'] for row in rows if row['by'])} by the law's files")
+    print(Counter(row["kind"] for row in rows if not row["by"]) or "none survives")
+    return int(caught < 0.95 * len(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
