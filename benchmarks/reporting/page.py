@@ -17,8 +17,8 @@ _HEAD = """# Where the figures come from
 Every figure that `README.md` and the pages of `docs/` give of a measurement, with the row of this folder it is read
 from. Made by `python -m benchmarks.report --page`; do not edit it. A test reads all of these again
 (`tests/benchmarks/test_figures.py`). The numbers in brackets are the machines and versions at the end. An interval is
-of 95% over blocks of steps, and there is none of fewer than ten blocks. All is of processors and emulated links but for what
-`benchmarks/notes/gpus.md` has of one GPU.
+of 95% over blocks of steps, and there is none of fewer than ten blocks. All is of processors and emulated links but for
+what `benchmarks/notes/gpus.md` has of one GPU.
 """
 _WHERE_MEASURED = ("hardware", "python", "torch", "deepspeed", "ds_fsmoe", "allocator")
 
