@@ -6,12 +6,8 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted((ROOT / "ds_fsmoe").rglob("*.py"))
+from tests.sources import FILES, named, tree
 
 _WORDS = """
 Abandon Add Allow Answer Append Apply Arrange Ask Assign Attach Begin Broadcast Build Call Cancel Change Check
@@ -29,32 +25,22 @@ VERBS = set(_WORDS.split())
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def documented(path: Path) -> Iterator[tuple[Function, str]]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, Function) and (text := ast.get_docstring(node)):
-            yield node, text
+def documented() -> Iterator[tuple[str, Function, str]]:
+    for path in FILES:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, Function) and (text := ast.get_docstring(node)):
+                yield f"{named(path)}:{node.lineno} {node.name}", node, text
 
 
-def name_of(path: Path) -> str:
-    return str(path.relative_to(ROOT / "ds_fsmoe"))
+def test_a_functions_docstring_begins_with_a_verb() -> None:
+    words = {name: text.split()[0].rstrip(",.:;") for name, _, text in documented()}
+    assert len(words) > 2000
+    assert {name: word for name, word in words.items() if word not in VERBS} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_function_s_docstring_begins_with_a_verb(path: Path) -> None:
-    words = {f"{each.lineno} {each.name}": first(text) for each, text in documented(path)}
-    others = {name: word for name, word in words.items() if word not in VERBS}
-    assert others == {}
-
-
-def first(text: str) -> str:
-    return text.split()[0].rstrip(",.:;")
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_has_a_docstring_that_is_a_sentence(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    text = ast.get_docstring(tree) or ""
-    assert not tree.body or "." in text
+def test_a_module_has_a_docstring_that_is_a_sentence() -> None:
+    texts = {named(path): ast.get_docstring(tree(path)) or "" for path in FILES if tree(path).body}
+    assert {name: text for name, text in texts.items() if "." not in text} == {}
 
 
 ENTRY = re.compile(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):(?= |$)")
@@ -73,12 +59,11 @@ def arguments_in(text: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_arguments_in_a_docstring_are_the_function_s(path: Path) -> None:
+def test_arguments_in_a_docstring_are_the_functions() -> None:
     wrong = {}
-    for each, text in documented(path):
-        of = each.args
+    for name, function, text in documented():
+        of = function.args
         has = {arg.arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs, of.vararg, of.kwarg) if arg is not None}
         if unknown := arguments_in(text) - has:
-            wrong[f"{each.lineno} {each.name}"] = unknown
+            wrong[name] = unknown
     assert wrong == {}

@@ -22,7 +22,7 @@ from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.report_runs import TASKS, charts_of, record, record_details, without_programs
 from tests.small_model import Case, SmallModel, batch
-from tests.test_printed_words import OLD
+from tests.test_no_longer_said import OLD
 from tests.test_report_conclusion import page_of, section
 
 CASE = Case(2, 1, "fp32", 1, 2, True, expert="gpt")
