@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which room of the house may import what, read from the source; and that importing the package stays light.
+"""Which folder of the house may import what, read from the source; and that importing the package stays light.
 
 Imports inside functions count, those for type checkers only do not.
 """
@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.sources import ROOT, tree
+
 PACKAGE = ROOT / "ds_fsmoe"
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 
-# Room -> what its files may import besides the standard library and their own folder. "." is the top level.
-ROOMS: dict[str, tuple[str, ...]] = {
+# Folder -> what its files may import besides the standard library and their own folder. "." is the top level.
+FOLDERS: dict[str, tuple[str, ...]] = {
     ".": (
         *("torch", "pydantic", "pydantic_core"),
         *("ds_fsmoe.checks.missing_engine", "ds_fsmoe.config.imported_later", "ds_fsmoe.distributed.launch_order"),
@@ -166,7 +167,7 @@ DEEPSPEED: dict[str, str] = {
     "engine/optimizer_groups.py": "overrides what DeepSpeed's engine does about groups of parameters",
     "engine/shard_experts.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
 }
-# (file, imported module) -> why the rule of its room does not hold there.
+# (file, imported module) -> why the rule of its folder does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("offline/commands/env.py", "ds_fsmoe.ops"): "says of each op whether it can be built, where there is a torch",
     ("offline/commands/env.py", "ds_fsmoe.measuring.hardware"): "says what is known of the links; needs no torch",
@@ -187,8 +188,8 @@ WITHOUT_TORCH = (
     *("untrusted.py", "versions.py"),
     *("engine/__init__.py", "engine/command_line.py", "distributed/__init__.py", "distributed/launch_order.py"),
 )
-# Of the graph of rooms, files at the top level being rooms of their own. It may not grow.
-FLOORS = 12
+# Layers of folders that import each other, files at the top level counting as folders. It may not grow.
+MOST_LAYERS = 12
 
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
@@ -233,15 +234,15 @@ INTERFACE = (
 READS_A_CLOCK = re.compile(r"(?m)(^|[;:])\s*(import [^\n;]*\btime\b|from time import|import timeit)|\btime\.[a-z_]+\(")
 
 
-def within(module: str, room: str) -> bool:
-    return module == room or module.startswith(f"{room}.")
+def within(module: str, folder: str) -> bool:
+    return module == folder or module.startswith(f"{folder}.")
 
 
-def imports_of(source: str, module: str, is_package: bool, at_import: bool = False) -> set[str]:
+def imports_of(source: ast.Module, module: str, is_package: bool, at_import: bool = False) -> set[str]:
     """Dotted names a file imports: ``from a import b`` counts as ``a`` and as ``a.b``.
 
     Args:
-        source: of the file.
+        source: the file, parsed.
         module: its name.
         is_package: whether it is an ``__init__.py``.
         at_import: leave out what is imported inside functions.
@@ -269,7 +270,7 @@ def imports_of(source: str, module: str, is_package: bool, at_import: bool = Fal
         for child in ast.iter_child_nodes(node):
             visit(child)
 
-    visit(ast.parse(source))
+    visit(source)
     return found
 
 
@@ -277,58 +278,54 @@ def imports_of(source: str, module: str, is_package: bool, at_import: bool = Fal
 def imports(file: Path) -> set[str]:
     parts = ["ds_fsmoe", *file.with_suffix("").parts]
     is_package = parts[-1] == "__init__"
-    return imports_of((PACKAGE / file).read_text(), ".".join(parts[:-1] if is_package else parts), is_package)
+    return imports_of(tree(PACKAGE / file), ".".join(parts[:-1] if is_package else parts), is_package)
 
 
-def nested(room: str) -> list[str]:
-    return [other for other in ROOMS if other != room and (room != "." and other.startswith(f"{room}/"))]
+def nested(folder: str) -> list[str]:
+    return [other for other in FOLDERS if other != folder and (folder != "." and other.startswith(f"{folder}/"))]
 
 
 def allowed(file: Path, module: str) -> bool:
     if module.split(".")[0] in sys.stdlib_module_names or module == "ds_fsmoe":
         return True
-    room, name = file.parent.as_posix(), file.as_posix()
+    folder, name = file.parent.as_posix(), file.as_posix()
     if within(module, "deepspeed"):
         return name in DEEPSPEED
-    may = [*ROOMS[room], *(each for path, each in EXCEPTIONS if path == name)]
+    may = [*FOLDERS[folder], *(each for path, each in EXCEPTIONS if path == name)]
     if any(within(module, each) for each in may):
         return True
-    if room == ".":
+    if folder == ".":
         return not (PACKAGE / Path(*module.split(".")[1:2])).is_dir() and within(module, "ds_fsmoe")
-    own = f"ds_fsmoe.{room.replace('/', '.')}"
+    own = f"ds_fsmoe.{folder.replace('/', '.')}"
     return within(module, own) and not any(
-        within(module, f"ds_fsmoe.{each.replace('/', '.')}") for each in nested(room)
+        within(module, f"ds_fsmoe.{each.replace('/', '.')}") for each in nested(folder)
     )
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_what_it_may(room: str) -> None:
-    files = [file for file in FILES if file.parent.as_posix() == room]
-    assert files
-    wrong = {f"{file} imports {module}" for file in files for module in imports(file) if not allowed(file, module)}
-    assert not wrong
+def test_a_folder_imports_only_what_it_may() -> None:
+    assert [f"{file} imports {module}" for file in FILES for module in imports(file) if not allowed(file, module)] == []
 
 
-def test_every_folder_of_the_package_is_a_room_with_a_rule() -> None:
-    assert {file.parent.as_posix() for file in FILES} == set(ROOMS)
+def test_every_folder_of_the_package_has_a_rule() -> None:
+    assert {file.parent.as_posix() for file in FILES} == set(FOLDERS)
 
 
 def test_the_top_level_has_these_files_and_no_others() -> None:
     assert {file.as_posix() for file in FILES if len(file.parts) == 1} == set(TOP_LEVEL)
 
 
-def test_every_room_says_what_it_is_for() -> None:
-    for room in set(ROOMS) - {"."}:
-        assert ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text())), room
+def test_every_folder_says_what_it_is_for() -> None:
+    for folder in set(FOLDERS) - {"."}:
+        assert ast.get_docstring(tree(PACKAGE / folder / "__init__.py")), folder
 
 
-def test_every_room_has_its_place_on_the_map() -> None:
+def test_every_folder_has_its_place_on_the_map() -> None:
     """The tree of folders in the README or in a page of ``docs/``."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     maps = [found for page in pages for found in re.findall(r"(?ms)^```\nds_fsmoe/\n(.*?)^```", page.read_text())]
     assert len(maps) == 1
-    for room in set(ROOMS) - {"."}:
-        assert re.search(rf"(?m)^  ([a-z_/]+ )*{room}/ ", maps[0]), f"{room}/ has no line on the map"
+    for folder in set(FOLDERS) - {"."}:
+        assert re.search(rf"(?m)^  ([a-z_/]+ )*{folder}/ ", maps[0]), f"{folder}/ has no line on the map"
 
 
 def module_of(file: Path) -> str:
@@ -344,11 +341,11 @@ def circles(arrows: dict[str, set[str]]) -> list[str]:
 
 
 def top(module: str) -> str:
-    """The room of a module, rooms in rooms taken together: a folder, or a file at the top level."""
+    """The folder of a module, folders in folders taken together: a folder, or a file at the top level."""
     return ".".join(module.split(".")[:2])
 
 
-def arrows_of_rooms() -> dict[str, set[str]]:
+def arrows_of_folders() -> dict[str, set[str]]:
     modules = {module_of(file) for file in FILES}
     arrows: dict[str, set[str]] = {top(module): set() for module in modules}
     for file in FILES:
@@ -362,7 +359,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     at_import = {
         name: {
             each
-            for each in imports_of((PACKAGE / file).read_text(), name, file.name == "__init__.py", at_import=True)
+            for each in imports_of(tree(PACKAGE / file), name, file.name == "__init__.py", at_import=True)
             if each in modules and each != name and not name.startswith(f"{each}.")
         }
         for name, file in modules.items()
@@ -370,16 +367,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(at_import) == []
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
-    assert circles(arrows_of_rooms()) == []
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    assert circles(arrows_of_folders()) == []
 
 
-def test_the_house_gets_no_taller() -> None:
-    arrows = arrows_of_rooms()
+def test_layers_of_folders_are_no_more() -> None:
+    arrows = arrows_of_folders()
     height: dict[str, int] = {}
-    for room in graphlib.TopologicalSorter(arrows).static_order():
-        height[room] = 1 + max((height[each] for each in arrows.get(room, ())), default=0)
-    assert max(height.values()) <= FLOORS
+    for folder in graphlib.TopologicalSorter(arrows).static_order():
+        height[folder] = 1 + max((height[each] for each in arrows.get(folder, ())), default=0)
+    assert max(height.values()) <= MOST_LAYERS
 
 
 def test_deepspeed_is_imported_only_where_it_may_be() -> None:
@@ -419,7 +416,7 @@ def test_no_exception_outlives_its_reason() -> None:
 
 
 def test_the_reader_of_imports_sees_every_kind_of_import() -> None:
-    source = """
+    code = """
 from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
@@ -433,6 +430,7 @@ def late():
     import torch.distributed as dist
     importlib.import_module("deepspeed.moe")
 """
+    source = ast.parse(code)
     inside_a_module = imports_of(source, "ds_fsmoe.components.order", is_package=False)
     assert {"numpy", "torch.distributed", "deepspeed.moe"} <= inside_a_module
     assert {"ds_fsmoe.components.alltoall", "ds_fsmoe.ops.rows"} <= inside_a_module
@@ -566,20 +564,20 @@ def test_no_folder_has_more_statements_than_it_had() -> None:
     found = dict.fromkeys(STATEMENTS, 0)
     for file in FILES:
         folder = file.parts[0] if len(file.parts) > 1 else "."
-        nodes = ast.walk(ast.parse((PACKAGE / file).read_text()))
+        nodes = ast.walk(tree(PACKAGE / file))
         found[folder] = found.get(folder, 0) + sum(isinstance(node, ast.stmt) for node in nodes)
     assert {name: number for name, number in found.items() if number > STATEMENTS.get(name, 0)} == {}
 
 
 def test_no_folder_has_more_files_than_one_can_look_over() -> None:
     found = Counter(file.parent.as_posix() for file in FILES)
-    assert {room: count for room, count in found.items() if count > MOST_FILES} == {}
+    assert {folder: count for folder, count in found.items() if count > MOST_FILES} == {}
 
 
 def test_a_public_name_is_defined_once() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for file in FILES:
-        for node in ast.parse((PACKAGE / file).read_text()).body:
+        for node in tree(PACKAGE / file).body:
             if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
                 places[node.name].append(file.as_posix())
     twice = {name: files for name, files in places.items() if len(files) > 1 and name not in INTERFACE}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,10 @@ from ds_fsmoe.distributed import fail_together, nccl  # noqa: E402
 from ds_fsmoe.engine import compat  # noqa: E402
 from ds_fsmoe.engine.compat import OPTIONAL, TORCH_NAMES  # noqa: E402
 from ds_fsmoe.layer import replay  # noqa: E402
+from tests import sources  # noqa: E402
+from tests.sources import tree  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
-FILES = [*(ROOT / "ds_fsmoe").rglob("*.py"), *(ROOT / "op_builder").rglob("*.py")]
+FILES = [*sources.FILES, *(sources.ROOT / "op_builder").rglob("*.py")]
 LISTED = {word for name in (*TORCH_NAMES, *OPTIONAL) for word in name.replace(":", ".").replace("()", "").split(".")}
 
 
@@ -29,12 +29,11 @@ def is_private(word: str) -> bool:
     return word.startswith("_") and not word.startswith("__")
 
 
-def torchs_private_names(source: str) -> Iterator[str]:
+def torchs_private_names(source: ast.Module) -> Iterator[str]:
     """Words that a source looks up privately: in torch's modules, and on others where torch's classes have them."""
-    tree = ast.parse(source)
     modules: dict[str, str] = {}
     own = {"self", "cls"}
-    for node in ast.walk(tree):
+    for node in ast.walk(source):
         if isinstance(node, ast.Import):
             found = {(each.asname or each.name.partition(".")[0]): each.name for each in node.names}
             modules |= {name: full for name, full in found.items() if full.partition(".")[0] == "torch"}
@@ -44,7 +43,7 @@ def torchs_private_names(source: str) -> Iterator[str]:
                 word for each in node.names for word in f"{node.module}.{each.name}".split(".") if is_private(word)
             )
     classes = (torch.nn.Module(), torch.Tensor, dist.ProcessGroup)
-    for node in ast.walk(tree):
+    for node in ast.walk(source):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root = node.value
             while isinstance(root, ast.Attribute):
@@ -63,7 +62,7 @@ def torchs_private_names(source: str) -> Iterator[str]:
 
 def test_every_private_name_of_torch_that_is_used_is_listed() -> None:
     ours = {"_ds_fsmoe_tapes", "_ds_fsmoe_checked"}  # put there by us
-    used = {(word, file.name) for file in FILES for word in torchs_private_names(file.read_text()) if word not in ours}
+    used = {(word, file.name) for file in FILES for word in torchs_private_names(tree(file)) if word not in ours}
     assert {each for each in used if each[0] not in LISTED} == set()
     assert {word for word, _ in used} >= {
         "_parameters",
