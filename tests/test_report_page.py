@@ -18,6 +18,7 @@ from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
 from tests.report_runs import TASKS, charts_of, record, record_both, without_programs
+from tests.samples import draw, sampled
 
 
 @pytest.fixture
@@ -190,22 +191,22 @@ def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
             for new in (DAMAGES[number % len(DAMAGES)], DAMAGES[(3 * number + 1) % len(DAMAGES)]):
                 text = json.dumps(put(json.loads(first), place, new))
                 yield path, "\n".join([text, *others])
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_a_record_with_any_value_damaged_is_shown_as_far_as_it_goes(
+    count: int, both: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path, text in draw("damaged records", list(damaged(both)), count):
+        whole = path.read_text()
+        path.write_text(text)
+        assert main(["report", str(both)]) == 0, text[:500]
+        assert "stock DeepSpeed" in (both / "report.html").read_text()
+        assert not capsys.readouterr().err
         path.write_text(whole)
 
 
-@pytest.mark.parametrize("every", [37, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_record_with_any_value_damaged_is_shown_as_far_as_it_goes(
-    every: int, both: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number, (path, text) in enumerate(damaged(both)):
-        if number % every == 0:
-            path.write_text(text)
-            assert main(["report", str(both)]) == 0, text[:500]
-            assert "stock DeepSpeed" in (both / "report.html").read_text()
-            assert not capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "[" * 100_000, '{"half', "7" * 5000, "null", "[[1]]", "\x00", '{"step": NaN}'])
+@sampled("text", ["", "[" * 100_000, '{"half', "7" * 5000, "null", "[[1]]", "\x00", '{"step": NaN}'], drawn=2)
 def test_a_file_of_a_record_that_is_no_more_what_it_was_is_named(text: str, both: Path, capsys) -> None:
     names = (run_files.PLANS, run_files.STEPS, run_files.ROUTERS, run_files.COMPARED, run_files.PLACEMENT)
     names += ("trace/rank0.json",)

@@ -132,7 +132,7 @@ AT = [
 ]
 
 
-@sampled(("stage", "ways"), AT, kept=[0, 1])
+@sampled(("stage", "ways"), AT)
 def test_rates_and_weights_are_those_of_stock_with_a_value_or_a_function_for_each_group(
     stage: int, ways: list[str], tmp_path: Path
 ) -> None:
