@@ -57,7 +57,7 @@ def draw_daily(items: Sequence[pytest.Item]) -> None:
     groups: dict[str, list[pytest.Item]] = defaultdict(list)
     counts: dict[str, int] = {}
     for item in items:
-        if mark := item.get_closest_marker("daily"):
+        if (mark := item.get_closest_marker("daily")) and not item.get_closest_marker("slow"):
             group, counts[group] = mark.args
             groups[group].append(item)
     for group, members in groups.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody does to the module ``deepspeed_moe.experts`` is done, as in DeepSpeed's own layer, cut or not."""
+"""What is done to the module ``deepspeed_moe.experts`` does what it does in DeepSpeed's own layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.moe.experts import Experts
 from torch import nn
 
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw
 from tests.small_model import EXPERT_WIDTH, WIDTH, Case, SmallModel, batch
 
 Change = Callable[[SmallModel, nn.Module, list], None]
@@ -168,13 +168,11 @@ def alike(one: list, other: list) -> bool:
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
 
 
-def compared(rank: int, world_size: int, changes: list[Change], blocks: list[dict]) -> list[str]:
+def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> list[str]:
     different = []
-    for number, change in enumerate(changes):
+    for number, (change, block) in enumerate(pairs):
         early = change in CLASSES or number % 2 == 0
         expected, _ = trained(rank, None, change, early)
-        # The layer is cut by some of the blocks: each sees some of the changes.
-        block = blocks[number % len(blocks)]
         seen, said = trained(rank, block, change, early)
         if block.get("recompute") and change in (looks, changes_gradients, on_one_rank_alone):
             seen, expected = seen[-5:], expected[-5:]  # hooks are called once more
@@ -188,25 +186,15 @@ def compared(rank: int, world_size: int, changes: list[Change], blocks: list[dic
     return different
 
 
-# Those of which a layer that is cut, or an experts module that is left out, would show the most.
-SAMPLE = [changes_gradients, changes_rows, keeps_results_for_the_loss, takes_parameters_from_elsewhere]
-SAMPLE += [on_one_rank_alone, own_forward_on_the_object]
+# A hook, or another module, with each block.
+PAIRS = [(change, block) for change in (*HOOKS, *CLASSES) for block in BLOCKS]
 
 
-@sampled("hooks", [SAMPLE, HOOKS], kept=[0], ids=["a sample", "all"])
-def test_hooks_on_the_experts_module_do_what_they_do_in_stock(hooks: list[Change], tmp_path: Path) -> None:
-    assert run_on_ranks(compared, 2, tmp_path, hooks, BLOCKS) == [[], []]
-
-
-def test_another_experts_module_is_run_as_stock_runs_it(tmp_path: Path) -> None:
-    assert run_on_ranks(compared, 2, tmp_path, CLASSES, BLOCKS[:2]) == [[], []]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("turn", range(1, len(BLOCKS)))
-def test_every_change_is_done_with_every_block(turn: int, tmp_path: Path) -> None:
-    blocks = BLOCKS[turn:] + BLOCKS[:turn]
-    assert run_on_ranks(compared, 2, tmp_path, HOOKS + CLASSES, blocks) == [[], []]
+@pytest.mark.parametrize("count", [5, pytest.param(len(PAIRS), marks=pytest.mark.slow)])
+def test_what_is_done_to_the_experts_module_does_what_it_does_in_stock(count: int, tmp_path: Path) -> None:
+    # Of these a chunked layer, or an experts module that is left out, would show the most.
+    most = [(changes_gradients, CUT), (keeps_results_for_the_loss, BLOCKS[0])]
+    assert run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count)) == [[], []]
 
 
 def late(rank: int, world_size: int) -> dict[str, Any]:

@@ -21,7 +21,6 @@ import pytest
 import ds_fsmoe
 from ds_fsmoe.observing.clock import Clock
 from ds_fsmoe.tuning.when import STEPS_BEFORE
-from tests.samples import sampled
 from tests.scripts import ROOT, START, Start
 from tests.waiting import until
 
@@ -60,9 +59,9 @@ def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25)
     return json.loads(metrics.read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.daily("examples", 1)
 @START
-@sampled("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"], kept=[1])
+@pytest.mark.parametrize("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"])
 def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_path: Path) -> None:
     stock, ours = (main_job(tmp_path, start, moe, config) for moe in ("deepspeed", "fsmoe"))
     assert len(ours["losses"]) == 25
@@ -105,7 +104,7 @@ def test_the_demo_records_runs_and_traces_those_that_are_long_enough(tmp_path: P
     assert "trace" not in demo.recorded_config(tmp_path, demo.FEWEST_TRACED)["fsmoe"]
 
 
-@pytest.mark.slow
+@pytest.mark.daily("examples", 1)
 def test_the_demo_leaves_a_report_with_a_timeline_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RUNS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "12"])

@@ -16,7 +16,7 @@ from tests.scripts import ROOT, START, Start, be_script, free_port
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.slow
+@pytest.mark.daily("examples", 1)
 @START
 def test_digits_that_were_not_seen_are_read(start: Start, tmp_path: Path) -> None:
     printed = start(tmp_path, str(EXAMPLES / "digits.py"))
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_has_moved_goes_on_as_if_it_had_not(tmp_path: Path) ->
     assert saved[1] < saved[0]
 
 
-@pytest.mark.slow
+@pytest.mark.daily("examples", 1)
 @START
 def test_a_run_is_tuned_planned_from_and_reported(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -60,21 +60,21 @@ def together(folder: Path, commands: list[list[str]], **variables: str) -> None:
     check(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_torchrun_on_several_nodes(tmp_path: Path) -> None:
     options = ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), SCRIPT, str(tmp_path)]
     of_node = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
     together(tmp_path, [[*of_node, node, *options] for node in "01"])
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_torchrun_on_nodes_that_count_themselves(tmp_path: Path) -> None:
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "7"]
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", *options, SCRIPT, str(tmp_path)]
     together(tmp_path, [command, command])
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_the_example_for_kubernetes(tmp_path: Path) -> None:
     job = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))[1]["spec"]["template"]["spec"]
     (container,) = job["containers"]
@@ -86,14 +86,14 @@ def test_the_example_for_kubernetes(tmp_path: Path) -> None:
     together(tmp_path, pods)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_deepspeed_on_one_node(tmp_path: Path) -> None:
     port = str(free_port())
     start(tmp_path, "deepspeed", "--num_accelerators", "2", "--master_port", port, SCRIPT, str(tmp_path))
     check(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_deepspeed_on_several_nodes_without_ssh(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hostfile").write_text("one slots=1\ntwo slots=1\n")
     command = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", "127.0.0.1"]
@@ -102,7 +102,7 @@ def test_deepspeed_on_several_nodes_without_ssh(tmp_path: Path) -> None:
 
 
 @NEEDS_MPI
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
     options = {"MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
     start(
@@ -112,7 +112,7 @@ def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
 
 
 @NEEDS_MPI
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_deepspeeds_launcher_for_openmpi(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hostfile").write_text("localhost slots=2\n")
     arguments = "-mca btl_tcp_if_include lo --oversubscribe -x PATH -x DS_ACCELERATOR -x OMP_NUM_THREADS"
@@ -135,7 +135,7 @@ wait -n && wait -n
 """
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_the_example_for_slurm(tmp_path: Path) -> None:
     for name in ("srun", "scontrol"):
         (tmp_path / name).write_text(FAKE_SRUN)

@@ -68,7 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.daily("recipes", 1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_and_prints_what_the_page_shows(name: str, folder: Path) -> None:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))
