@@ -31,6 +31,7 @@ from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, Layout, Model, Mpu, begin, ranks_per_node
 from ds_fsmoe import registry
 from ds_fsmoe.components.routing import SlotRouting
+from ds_fsmoe.registry import known
 
 
 @dataclass(frozen=True)
@@ -54,23 +55,9 @@ def case(gate: str, k: int) -> Case:
     return Case(f"{gate}, k = {k}, stock fixed", Gated(gate, k, layer))
 
 
-GRID = Grid(
-    "gates",
-    tuple(
-        case(gate, k)
-        for gate, k in (
-            ("topk", 2),
-            ("gshard", 2),
-            ("xmoe", 2),
-            ("sigmoid", 2),
-            ("expert_choice", 2),
-            ("switch", 1),
-            ("deepseek", 2),
-            ("mixtral", 2),
-            ("qwen", 2),
-        )
-    ),
-)
+ONE_EXPERT = ("switch",)
+"""Gates that take each token to one expert."""
+GRID = Grid("gates", tuple(case(gate, 1 if gate in ONE_EXPERT else 2) for gate in known("gate") if gate != "softmoe"))
 
 
 class InStock(nn.Module):
