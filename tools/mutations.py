@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -38,6 +40,7 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list
 LEFT_OUT = {"clamp", "clone", "detach", "contiguous", "abs", "copy", "to"}
 # Words are no behavior: what stands in these is not changed.
 WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)
+LOGS = re.compile(r"(?i)\b_?log(ger)?\b")
 LAW_FILES = 4
 
 
@@ -61,11 +64,18 @@ class Mutation:
     def applied(self, source: str) -> str:
         """Return the changed source."""
         lines = source.splitlines(keepends=True)
-        (first, left), (last, right) = self.start, self.end
-        # Columns of ast count bytes.
-        head = lines[first - 1].encode()[:left].decode()
-        tail = lines[last - 1].encode()[right:].decode()
-        return "".join(lines[: first - 1]) + head + self.after + tail + "".join(lines[last:])
+        head, tail = between(lines, (1, 0), self.start), between(lines, self.end, (len(lines) + 1, 0))
+        return head + self.after + tail
+
+
+def between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    """Return the text from one place to another, as ast counts them: lines from 1, columns in bytes."""
+    (first, left), (last, right) = start, end
+    text = [line.encode() for line in lines[first - 1 : last]]
+    if last <= len(lines):
+        text[-1] = text[-1][:right]
+    text[0] = text[0][left:]
+    return b"".join(text).decode()
 
 
 def changes(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, str]]:
@@ -113,7 +123,8 @@ def changes(node: ast.AST, text: str) -> Iterator[tuple[str, ast.AST, str]]:
 
 def mutations_of(path: str, source: str) -> list[Mutation]:
     """Return every mutation of a file: of what its functions do, not of its words or its constants."""
-    found = []
+    found: list[Mutation] = []
+    lines = source.splitlines(keepends=True)
 
     def visit(node: ast.AST, function: str) -> None:
         for child in ast.iter_child_nodes(node):
@@ -132,7 +143,8 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
     def look(node: ast.AST, function: str) -> None:
         if isinstance(node, WORDS) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             return
-        if isinstance(node, ast.Call) and "log" in ast.unparse(node.func).lower():
+        called = node.value if isinstance(node, ast.Expr) else node
+        if isinstance(called, ast.Call) and LOGS.search(ast.unparse(called.func)):
             return
         if isinstance(node, ast.FunctionDef):
             for statement in node.body:
@@ -143,9 +155,8 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
                 look(node.value, function)
             return
         for kind, replaced, after in changes(node, source):
-            before = ast.get_source_segment(source, replaced) or ""
             start, end = (replaced.lineno, replaced.col_offset), (replaced.end_lineno, replaced.end_col_offset)
-            found.append(Mutation(path, function, kind, start, end, before, after))
+            found.append(Mutation(path, function, kind, start, end, between(lines, start, end), after))
         visit(node, function)
 
     visit(ast.parse(source), "")
@@ -181,24 +192,31 @@ def imports(source: str) -> set[str]:
     return found
 
 
+def module_of(file: Path) -> str:
+    """Return the dotted name of a file."""
+    return str(file.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+@functools.cache
+def importing() -> dict[str, set[str]]:
+    """Return for each module of the package and of the tests what it imports."""
+    files = [file for folder in ("ds_fsmoe", "tests") for file in (ROOT / folder).rglob("*.py")]
+    return {module_of(file): imports(file.read_text()) for file in files}
+
+
 def law_files(path: str, function: str) -> list[str]:
     """Return the test files nearest to a function: those that name it, then those that import its module, then those
     that import what imports it; of equals, those that import the least else."""
-    module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-    importing = {
-        str(file.relative_to(ROOT)).removesuffix(".py").replace("/", "."): imports(file.read_text())
-        for folder in ("ds_fsmoe", "tests")
-        for file in (ROOT / folder).rglob("*.py")
-    }
+    module = module_of(ROOT / path)
     # How many imports away from the module each file is.
     away, edge = {module: 0}, {module}
     while edge:
-        edge = {name for name, its in importing.items() if name not in away and its & edge}
+        edge = {name for name, its in importing().items() if name not in away and its & edge}
         away.update(dict.fromkeys(edge, max(away.values()) + 1))
 
     def nearness(file: Path) -> tuple[bool, int, int]:
-        name = str(file.relative_to(ROOT)).removesuffix(".py").replace("/", ".")
-        return function not in file.read_text(), away.get(name, 99), len(importing[name])
+        name = module_of(file)
+        return function not in file.read_text(), away.get(name, 99), len(importing()[name])
 
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts]
     return [str(each.relative_to(ROOT)) for each in sorted(files, key=nearness)[:LAW_FILES]]
