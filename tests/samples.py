@@ -61,7 +61,6 @@ def draw_daily(items: Sequence[pytest.Item]) -> None:
             group, counts[group] = mark.args
             groups[group].append(item)
     for group, members in groups.items():
-        # By name, so that a run of one file draws what a run of all draws.
         names = draw(group, sorted(each.nodeid for each in members), counts[group])
         for each in members:
             each.add_marker(pytest.mark.long if each.nodeid in names else pytest.mark.slow)

@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
 
 # At that of the benchmark, nothing would move.
 LEARNING_RATE = 0.1
@@ -59,7 +59,8 @@ def train_both(rank: int, world_size: int, stage: int) -> dict[str, list[float]]
     return losses
 
 
-@sampled("stage", [0, 2], kept=[1])
+@pytest.mark.daily("benchmarks", 2)
+@pytest.mark.parametrize("stage", [0, 2])
 def test_auto_ep_trains_as_stock_does_from_the_same_weights(stage: int, tmp_path: Path) -> None:
     for losses in run_on_ranks(train_both, 2, tmp_path, stage):
         first, second, third = losses["AutoEP"]

@@ -15,7 +15,6 @@ from benchmarks.reporting.rows import read
 from tests.benchmarks.result_laws import broken, judged_by_few
 from tests.built_ops import build_ops
 from tests.python_path import python_path
-from tests.samples import sampled
 from tests.scripts import ROOT
 
 pytest.importorskip("peft")
@@ -38,8 +37,8 @@ def run(folder: Path, ranks: int) -> str:
     return done.stdout
 
 
-@pytest.mark.long
-@sampled(("ranks",), [(1,), (2,)], kept=[0])
+@pytest.mark.daily("benchmarks", 2)
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_each_variant_has_rows_and_the_losses_of_stock(ranks: int, tmp_path: Path) -> None:
     printed = run(tmp_path, ranks)
     variants = {"stock", "ours", "eager" if ranks == 1 else "ours, ep_size 1"}

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.faults.bench_faults import KILLS, REFUSED, Trial, losses, trials, try_it, undisturbed
 from tests.built_ops import build_ops
-from tests.samples import sampled
 from tests.waiting import LIMIT_S
 
 BY_LAUNCHERS = [
@@ -37,8 +36,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 # Three launches each. What they are made of is also tested rank by rank: reports in test_watchdog_processes.py, losses
 # after a resume in test_resume.py, whole checkpoints after a kill in test_saving.py.
-@pytest.mark.long
-@sampled("trial", BY_LAUNCHERS, kept=[0], ids=str)
+@pytest.mark.daily("benchmarks", 2)
+@pytest.mark.parametrize("trial", BY_LAUNCHERS, ids=str)
 def test_a_job_ends_soon_and_its_next_start_goes_on_unbroken(trial: Trial, tmp_path: Path, expected: dict) -> None:
     outcome = try_it(trial, tmp_path, expected(trial.stage), LIMIT_S)
     assert outcome.passes(trial, LIMIT_S), (outcome, (tmp_path / "log.txt").read_text()[-3000:])
