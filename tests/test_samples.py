@@ -1,37 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs only at night has a sample in the gates; and the row that a night ends with."""
+"""What runs only at night has a sample in the gates, drawn anew each day; and the row that a night ends with."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
+import pytest
+
+from tests import samples
+from tests.samples import SEED, draw, sampled
 from tools.nightly import counted, row
 
 TESTS = Path(__file__).resolve().parent
-# File -> why all of it is slow.
-WITHOUT = {"benchmarks/test_bench_smoke.py": "benchmarks of a minute and more each, on a bed that root alone can make"}
 
 
-def whole(source: str) -> tuple[int, int]:
-    """How many test functions are slow as a whole, and how many are not."""
-    tests = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef)]
-    tests = [each for each in tests if each.name.startswith("test_")]
-    slow = [each for each in tests if any(ast.unparse(mark) == "pytest.mark.slow" for mark in each.decorator_list)]
-    return len(slow), len(tests) - len(slow)
+def slow_functions(file: Path) -> list[str]:
+    """Return the test functions of a file that are slow as a whole."""
+    text = file.read_text()
+    tree = ast.parse(text if "@pytest.mark.slow" in text else "")
+    tests = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    return [each.name for each in tests if "pytest.mark.slow" in map(ast.unparse, each.decorator_list)]
 
 
-def test_every_file_with_slow_tests_has_others_that_run_in_a_gate() -> None:
-    counts = {file.relative_to(TESTS).as_posix(): whole(file.read_text()) for file in TESTS.rglob("test_*.py")}
-    assert len(counts) > 200
-    assert {name for name, (slow, others) in counts.items() if slow and not others} == set(WITHOUT)
+def test_no_function_runs_at_night_alone() -> None:
+    found = {file.relative_to(TESTS).as_posix(): slow_functions(file) for file in TESTS.rglob("test_*.py")}
+    assert {name: functions for name, functions in found.items() if functions} == {}
 
 
-def test_a_function_that_is_slow_as_a_whole_is_known_from_a_sampled_one() -> None:
-    slow = "@pytest.mark.slow\ndef test_a(): ...\n"
-    sampled = "@sampled('x', [1, 2], kept=[0])\ndef test_b(x): ...\n"
-    assert whole(slow) == (1, 0)
-    assert whole(slow + sampled) == (1, 1)
+def indices(mark: pytest.MarkDecorator) -> list[int]:
+    """Return which values of a sample run."""
+    return [index for index, each in enumerate(mark.args[1]) if not hasattr(each, "marks")]
+
+
+def of_day(monkeypatch: pytest.MonkeyPatch, day: str) -> list[int]:
+    monkeypatch.setenv(SEED, day)
+    return indices(sampled("x", range(100, 120), kept=(3, -1), drawn=2))
+
+
+def test_a_sample_keeps_what_it_has_to_and_draws_others_anew_each_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    days = [of_day(monkeypatch, f"day {number}") for number in range(40)]
+    assert all(len(each) == 4 and {3, 19} <= set(each) for each in days)
+    assert days == [of_day(monkeypatch, f"day {number}") for number in range(40)], "a seed draws the same again"
+    assert set().union(*days) == set(range(20)), "of 40 days each value has one"
+
+
+def test_a_sample_takes_all_where_there_are_few_and_no_index_that_is_not_there() -> None:
+    assert indices(sampled("x", [1, 2], drawn=5)) == [0, 1]
+    assert sorted(draw("a", [1, 2], 5)) == [1, 2]
+    with pytest.raises(IndexError):
+        sampled("x", [1, 2], kept=[2])
+
+
+class Item:
+    """A test with marks."""
+
+    def __init__(self, name: str, *marks: pytest.Mark) -> None:
+        self.nodeid, self.marks = name, list(marks)
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((each for each in self.marks if each.name == name), None)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.mark)
+
+
+def test_of_a_daily_group_so_many_are_long_and_all_others_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = set()
+    for number in range(30):
+        monkeypatch.setenv(SEED, f"day {number}")
+        items = [Item(f"test_{each}", pytest.mark.daily("group", 2).mark) for each in "abcde"]
+        other, slow = Item("other"), Item("slow", pytest.mark.daily("group", 2).mark, pytest.mark.slow.mark)
+        samples.draw_daily([*items, other, slow])
+        long = {each.nodeid for each in items if each.get_closest_marker("long")}
+        assert len(long) == 2
+        assert all(each.nodeid in long or each.get_closest_marker("slow") for each in items)
+        assert other.marks == []
+        assert not slow.get_closest_marker("long")
+        drawn |= long
+    assert len(drawn) == 5
 
 
 def test_the_row_of_a_night_counts_what_failed_and_names_its_files(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def bed() -> Iterator[Bed]:
 
 
 # A minute and more each, beside other tests.
-@pytest.mark.slow
+@pytest.mark.daily("benchmarks", 2)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]
