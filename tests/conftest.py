@@ -25,6 +25,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 # Marks -> what runs the tests that have them; the first that a test has counts.
 RUN_BY = {"slow": "make nightly", "long": "make test-long", "": "make test"}
+# What make test does not look into -> what does.
+APART = {
+    "tests/planning": "make test-planning, which make test runs first",
+    "tests/benchmarks": "make test-bench",
+    "tools/try_llamafactory.py": "make test-clients, in an environment of its own",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,6 +109,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if not left_out:
         return
     terminalreporter.section("left out")
+    if config.getoption("ignore"):
+        for place, command in APART.items():
+            terminalreporter.line(f"{place} is run by {command}")
     for command in RUN_BY.values():
         files = {file: count for (by, file), count in sorted(left_out.items()) if by == command}
         if files:
