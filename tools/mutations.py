@@ -19,6 +19,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -204,9 +205,9 @@ def importing() -> dict[str, set[str]]:
     return {module_of(file): imports(file.read_text()) for file in files}
 
 
-def law_files(path: str, function: str) -> list[str]:
-    """Return the test files nearest to a function: those that name it, then those that import its module, then those
-    that import what imports it; of equals, those that import the least else."""
+def nearest(path: str, function: str) -> list[str]:
+    """Return the test files of ``make test``, nearest to a function first: those that name it, then those that import
+    its module, then those that import what imports it; of equals, those that import the least else."""
     module = module_of(ROOT / path)
     # How many imports away from the module each file is.
     away, edge = {module: 0}, {module}
@@ -219,33 +220,37 @@ def law_files(path: str, function: str) -> list[str]:
         return function not in file.read_text(), away.get(name, 99), len(importing()[name])
 
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts]
-    return [str(each.relative_to(ROOT)) for each in sorted(files, key=nearness)[:LAW_FILES]]
+    return [str(each.relative_to(ROOT)) for each in sorted(files, key=nearness)]
 
 
 def run_tests(tree: Path, files: list[str], workers: int, limit_s: int) -> str | None:
-    """Return the first test that fails in this tree, or ``None``; a run out of time counts as caught."""
-    planning = [file for file in files if file.startswith("tests/planning")] if files else ["tests/planning"]
-    others = [file for file in files if file not in planning] if files else ["tests"]
-    for names, environment in ((planning, ".venv-planning"), (others, ".venv")):
-        if not names:
-            continue
-        python = str(ROOT / environment / "bin" / "python")
-        command = [python, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not long"]
-        command += ["-n", str(workers), "--dist", "worksteal", *names]
-        if names == ["tests"]:
-            command += ["--ignore", "tests/planning", "--ignore", "tests/benchmarks"]
-        path = f"{ROOT / environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    """Run test files of a tree in this order, each in the environment that ``make test`` gives it.
+
+    Returns:
+        The first test that fails, or ``None``; a run out of time counts as caught.
+    """
+    environments: dict[str, list[str]] = {}
+    for file in files:
+        environments.setdefault(".venv-planning" if file.startswith("tests/planning") else ".venv", []).append(file)
+    for environment, names in environments.items():
+        folder = ROOT / environment / "bin"
+        command = [str(folder / "python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command += ["-m", "not slow and not long", "-n", str(workers), "--dist", "load", "--maxschedchunk", "2", *names]
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
         variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1"}
         if environment == ".venv-planning":
             variables["DS_FSMOE_EXPECT_NO_TORCH"] = "1"
+        run = subprocess.Popen(
+            command, cwd=tree, env=os.environ | variables, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         try:
-            run = subprocess.run(
-                command, cwd=tree, env=os.environ | variables, capture_output=True, text=True, timeout=limit_s
-            )
+            printed, _ = run.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
+            os.killpg(run.pid, signal.SIGKILL)  # with the ranks that it has started
+            run.wait()
             return "the limit of time"
         if run.returncode not in (0, 5):
-            failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
             return failed[0][:200] if failed else f"status {run.returncode}"
     return None
 
@@ -259,7 +264,7 @@ def main() -> int:
     parser.add_argument("--laws-only", action="store_true", help="do not run all of make test for what survives")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=1800, help="for each run of tests")
+    parser.add_argument("--limit-s", type=int, default=900, help="for each run of tests")
     options = parser.parse_args()
     mutations = [each for each in drawn(options.seed, options.count) if options.only in each.path]
     if options.list:
@@ -282,10 +287,11 @@ def main() -> int:
         source = (tree / each.path).read_text()
         (tree / each.path).write_text(each.applied(source))
         began = time.monotonic()
-        by = run_tests(tree, law_files(each.path, each.function), options.workers, options.limit_s)
+        files = nearest(each.path, each.function)
+        by = run_tests(tree, files[:LAW_FILES], options.workers, options.limit_s)
         everything = by is None and not options.laws_only
         if everything:
-            by = run_tests(tree, [], options.workers, options.limit_s)
+            by = run_tests(tree, files[LAW_FILES:], options.workers, options.limit_s)
         (tree / each.path).write_text(source)
         seconds = round(time.monotonic() - began)
         row = {"name": each.name, "by": by, "all": everything, "seconds": seconds} | asdict(each)
