@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, batch, model_of
 from tests.ranks import run_on_ranks
+from tests.samples import draw
 
 STEPS = 3
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
@@ -96,10 +97,10 @@ def trained(way: str, stage: int, is_ours: bool, family: str, backend: str = "ea
     return found
 
 
-def compared(rank: int, world_size: int, stage: int, ways: list[str], backend: str = "eager") -> list[str]:
+def compared(rank: int, world_size: int, pairs: list[tuple[int, str]], backend: str = "eager") -> list[str]:
     """What differs from stock, compiled in the same way and not at all."""
     said = []
-    for number, way in enumerate(ways):
+    for number, (stage, way) in enumerate(pairs):
         family = FAMILIES[number % len(FAMILIES)]
         losses, *graphs = trained(way, stage, True, family, backend)
         # DeepSpeed's ZeRO 3 cannot run what is compiled before.
@@ -107,37 +108,33 @@ def compared(rank: int, world_size: int, stage: int, ways: list[str], backend: s
         _, *stocks = trained(stocks_way, stage, False, family, backend)
         plain = trained("", stage, False, family)[0]
         if not torch.allclose(torch.tensor(losses), torch.tensor(plain), rtol=1e-5, atol=0):
-            said.append(f"{way}: losses {losses} for {plain}")
+            said.append(f"{way}, ZeRO {stage}: losses {losses} for {plain}")
         if stocks[1] == 0:
-            said.append(f"{way}: stock compiled nothing")
+            said.append(f"{way}, ZeRO {stage}: stock compiled nothing")
         # At ZeRO 3 DeepSpeed's hooks break around every module, and the block of a layer has one more.
         most = stocks if stage < 3 else [stocks[0] + 4, stocks[1] + 2]
         # torch 2.11 counts the engine's own forward, which is not to be compiled, as one more break.
         most = [most[0] + (way == "loss" and torch.__version__.startswith("2.11.")), most[1]]
         if graphs[0] > most[0] or graphs[1] > most[1]:
-            said.append(f"{way}: {graphs} breaks and graphs for {stocks}")
+            said.append(f"{way}, ZeRO {stage}: {graphs} breaks and graphs for {stocks}")
     return said
 
 
-def test_compiled_by_engine_model_or_layer_losses_and_graphs_are_stocks(tmp_path: Path) -> None:
-    assert run_on_ranks(compared, 2, tmp_path, 1, ["engine", "before", "full"]) == [[], []]
+WAYS = ["engine", "before", "full", "module", "inplace", "layers", "regions", "loss", "checkpointed"]
+PAIRS = [*((stage, way) for stage in range(3) for way in WAYS), (3, "engine"), (3, "before"), (3, "layers")]
+COUNTS = [1, pytest.param(3, marks=pytest.mark.long), pytest.param(len(PAIRS), marks=pytest.mark.slow)]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 2])
-def test_compiled_in_other_ways_losses_and_graphs_are_stocks(stage: int, tmp_path: Path) -> None:
-    ways = ["engine", "module", "inplace", "layers", "regions", "loss", "checkpointed"]
-    assert run_on_ranks(compared, 2, tmp_path, stage, ways, limit_s=600) == [[], []]
+@pytest.mark.parametrize("count", COUNTS)
+def test_compiled_in_whatever_way_losses_and_graphs_are_stocks(count: int, tmp_path: Path) -> None:
+    """At ZeRO 3 breaks are those around modules."""
+    pairs = draw(f"{count} ways to compile", PAIRS, count)
+    assert run_on_ranks(compared, 2, tmp_path, pairs, limit_s=3600) == [[], []]
 
 
-@pytest.mark.long
-def test_compiled_at_zero_3_losses_are_stocks_and_breaks_those_around_modules(tmp_path: Path) -> None:
-    assert run_on_ranks(compared, 2, tmp_path, 3, ["engine", "before", "layers"], limit_s=600) == [[], []]
-
-
-@pytest.mark.long
+@pytest.mark.daily("compiled", 1)
 def test_compiled_by_inductor_on_four_ranks_losses_are_stocks(tmp_path: Path) -> None:
-    assert run_on_ranks(compared, 4, tmp_path, 2, ["layers"], "inductor", limit_s=600) == [[]] * 4
+    assert run_on_ranks(compared, 4, tmp_path, [(2, "layers")], "inductor", limit_s=600) == [[]] * 4
 
 
 class TwoLayers(nn.Module):
@@ -220,6 +217,7 @@ def with_choices(rank: int, world_size: int, folder: str) -> list[Any]:
     return [*found, said]
 
 
+@pytest.mark.daily("compiled", 1)
 def test_replayed_and_recorded_forwards_leave_compiled_code_out(tmp_path: Path) -> None:
     for plain, compiled, counts, _, said in run_on_ranks(with_choices, 2, tmp_path / "ranks", str(tmp_path / "r")):
         assert compiled == pytest.approx(plain, rel=1e-6)
@@ -228,7 +226,8 @@ def test_replayed_and_recorded_forwards_leave_compiled_code_out(tmp_path: Path) 
         assert "call the engine" in said
 
 
-def in_one_backward(rank: int, world_size: int) -> tuple[str, int]:
+def in_one_backward() -> tuple[str, int]:
+    """What is said of two compiled forwards in one backward, and how many calls were kept before."""
     from ds_fsmoe.layer import opaque
 
     engine = engine_of(model_of("mixtral"), 2)
@@ -245,12 +244,6 @@ def in_one_backward(rank: int, world_size: int) -> tuple[str, int]:
     return "", left
 
 
-def test_two_compiled_forwards_in_one_backward_are_refused_by_name_and_none_is_kept(tmp_path: Path) -> None:
-    for said, left in run_on_ranks(in_one_backward, 2, tmp_path):
-        assert "mlp.experts: one backward reached two compiled calls" in said
-        assert left == 0
-
-
 class Marked(nn.Parameter):
     """A parameter that must not be looked at by a compiler."""
 
@@ -260,7 +253,7 @@ class Marked(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def with_other_plans(rank: int, world_size: int) -> tuple[list[float], list[float], list[int]]:
+def with_other_plans() -> tuple[list[float], list[float], list[int]]:
     """Losses, plain and compiled, and graphs by then, where plans change and parameters are of another class."""
     losses, graphs = [], []
     for is_compiled in (False, True):
@@ -280,13 +273,7 @@ def with_other_plans(rank: int, world_size: int) -> tuple[list[float], list[floa
     return losses[0], losses[1], [*graphs[1:], counted()[1]]
 
 
-def test_another_plan_and_another_class_of_parameters_compile_nothing_again(tmp_path: Path) -> None:
-    for plain, compiled, graphs in run_on_ranks(with_other_plans, 2, tmp_path):
-        assert compiled == pytest.approx(plain, rel=1e-6)
-        assert graphs == [1, 1]
-
-
-def saved(rank: int, world_size: int, folder: str) -> float:
+def saved(rank: int, folder: str) -> float:
     """How far the weights in the files of a compiled model are from those of the model."""
     import ds_fsmoe
 
@@ -301,5 +288,19 @@ def saved(rank: int, world_size: int, folder: str) -> float:
     return max((read[name] - whole[f"_orig_mod.{name}"]).abs().max().item() for name in read)
 
 
-def test_files_of_a_compiled_model_have_its_own_names(tmp_path: Path) -> None:
-    assert run_on_ranks(saved, 2, tmp_path / "ranks", str(tmp_path / "model"))[0] == 0.0
+def in_turn(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
+    return in_one_backward(), with_other_plans(), saved(rank, folder)
+
+
+def test_two_forwards_in_one_backward_are_refused_other_plans_compile_nothing_again_and_files_have_their_names(
+    tmp_path: Path,
+) -> None:
+    for backward, plans, distance in run_on_ranks(in_turn, 2, tmp_path / "ranks", str(tmp_path / "model")):
+        said, left = backward
+        assert "mlp.experts: one backward reached two compiled calls" in said
+        assert left == 0
+        plain, compiled, graphs = plans
+        assert compiled == pytest.approx(plain, rel=1e-6)
+        # Neither another plan nor parameters of another class.
+        assert graphs == [1, 1]
+        assert distance == 0.0

@@ -206,7 +206,7 @@ def test_models_whose_activations_are_checkpointed_train_as_eager_ones(
     assert found == [[SPLIT] * 2] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.daily("layers", 2)
 @sampled(("stage", "block"), [(1, TWO_NODES), (3, TWO_NODES | BY_DEGREES)], kept=[0], ids=str)
 def test_four_ranks_on_two_nodes_run_again_in_turns(stage: int, block: dict[str, Any], tmp_path: Path) -> None:
     found = run_on_ranks(trains_as_eager, 4, tmp_path, ["olmoe", "mixtral"], stage, block, {}, SAMPLES, True)

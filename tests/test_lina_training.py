@@ -184,7 +184,7 @@ def by_the_tuner(rank: int, world_size: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.daily("layers", 2)
 def test_the_autotuner_gives_the_same_degrees_and_does_not_try_others(tmp_path: Path) -> None:
     first, second = run_on_ranks(by_the_tuner, 2, tmp_path)
     assert first[0] == second[0]

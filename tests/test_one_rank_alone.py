@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.small_model import Case, SmallModel
 from tests.small_model import batch as batch_of_small
 from tests.test_hugging_face import ds_config, engine_of
@@ -84,12 +85,9 @@ def errors_of(folder: Path, world_size: int, name: str, alone: int, **block: Any
     return {int(rank): text for rank, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("name", "of_one", "of_others"),
-    [
-        ("a later sample", "evaluation", "training"),
-        pytest.param("a later batch", "training", "evaluation", marks=pytest.mark.long),
-    ],
+    [("a later sample", "evaluation", "training"), ("a later batch", "training", "evaluation")],
 )
 def test_two_forwards_that_meet_are_an_error_by_name_on_every_rank(
     name: str, of_one: str, of_others: str, tmp_path: Path
@@ -104,7 +102,7 @@ def test_two_forwards_that_meet_are_an_error_by_name_on_every_rank(
         assert "engine.fsmoe_dummy_forward()" in errors[rank]
 
 
-@pytest.mark.long
+@pytest.mark.daily("alone", 1)
 @pytest.mark.parametrize(
     ("block", "sharing"),
     [
@@ -127,11 +125,11 @@ def reports_of(folder: Path, world_size: int) -> list[str]:
     return [(folder / "fsmoe_reports" / f"rank{rank}.txt").read_text() for rank in range(world_size)]
 
 
-@pytest.mark.parametrize(
+@sampled(
     ("name", "waits"),
     [
         ("a sample", [f"the comparison of the batch size in {EXPERTS}", f"the exchange of counts of {EXPERTS}"]),
-        pytest.param("generate", ["", ""], marks=pytest.mark.long),
+        ("generate", ["", ""]),
         ("a batch beside a save", [f"the exchange of counts of {EXPERTS}", "the comparison of what to save"]),
     ],
 )
@@ -166,6 +164,7 @@ def in_slots(rank: int, world_size: int, folder: str) -> None:
     raise AssertionError("it has gone on")
 
 
+@pytest.mark.daily("alone", 1)
 def test_a_rank_that_waits_in_the_script_says_that_another_hangs(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"exit codes \[86, 1\]"):
         run_on_ranks(in_slots, 2, tmp_path / "ranks", str(tmp_path), grace_s=60)

@@ -173,7 +173,7 @@ def trained(rank: int, world_size: int, folder: str, stage: int, is_outside: boo
     return num_experts, [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
-@pytest.mark.slow
+@pytest.mark.daily("layers", 2)
 def test_a_trainers_script_loads_own_experts_without_a_line_of_its_own(tmp_path: Path) -> None:
     files = saved("qwen3_moe", tmp_path, FORMS[0])
     alone = run_on_ranks(trained, 2, tmp_path / "2", files, 2, False)

@@ -179,7 +179,7 @@ def paths_resume(rank: int, world_size: int, folder: str) -> list[str]:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.daily("layers", 2)
 def test_counts_of_paths_are_saved_and_go_on(tmp_path: Path) -> None:
     found = run_on_ranks(paths_resume, 2, tmp_path, str(tmp_path / "saved"))
     assert [each for of_rank in found for each in of_rank] == []

@@ -160,7 +160,7 @@ def test_experts_that_differ_in_chunks_are_not_cut_and_others_are(tmp_path: Path
     assert run_on_ranks(compared, 2, tmp_path, [CUT, CUT | {"recompute": True}], names) == [[], []]
 
 
-@pytest.mark.slow
+@pytest.mark.daily("layers", 2)
 @pytest.mark.parametrize("blocks", [[CUT], [CUT | {"recompute": True}]], ids=["kept", "recomputed"])
 def test_the_same_holds_for_every_expert(blocks: list[dict], tmp_path: Path) -> None:
     assert run_on_ranks(compared, 2, tmp_path, blocks, [*UNCUT, *STAY_CUT]) == [[], []]
