@@ -38,6 +38,8 @@ OTHERS := --ignore tests/planning --ignore tests/benchmarks
 # by another program cannot hold us up.
 export OMP_NUM_THREADS ?= 1
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/$(VENV)/torch_extensions
+# Tests start hundreds of interpreters: each would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo cluster-demo bench bench-full soak test test-planning test-long test-bench test-clients test-newest test-oldest nightly docs lint format clean
 
