@@ -265,7 +265,7 @@ def meet_bad_files(rank: int, world_size: int, folder: str) -> dict[str, Run]:
     return runs
 
 
-@pytest.mark.slow
+@pytest.mark.daily("tuner", 1)
 def test_a_file_of_no_use_is_named_and_measured_again(tmp_path: Path) -> None:
     found = run_on_ranks(meet_bad_files, 2, tmp_path / "ranks", str(tmp_path))
     said = {name: run.said for name, run in found[0].items() if name != "left"}
@@ -299,7 +299,7 @@ def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
     return train(rank, tuned(esp_size=2), case, steps=2), train(rank, {"esp_size": 2}, case, steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("tuner", 1)
 def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(tmp_path: Path) -> None:
     found = run_on_ranks(train_sharded, 4, tmp_path / "ranks")
     for ours, plain in found:

@@ -68,7 +68,7 @@ def with_config_inside(config: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.slow
+@pytest.mark.daily("tuner", 1)
 @pytest.mark.parametrize("inside", [False, True], ids=["file", "in the script"])
 def test_an_untouched_script_is_compared_with_itself(
     inside: bool, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
