@@ -122,13 +122,17 @@ def compared(rank: int, world_size: int, pairs: list[tuple[int, str]], backend: 
 
 WAYS = ["engine", "before", "full", "module", "inplace", "layers", "regions", "loss", "checkpointed"]
 PAIRS = [*((stage, way) for stage in range(3) for way in WAYS), (3, "engine"), (3, "before"), (3, "layers")]
-COUNTS = [1, pytest.param(3, marks=pytest.mark.long), pytest.param(len(PAIRS), marks=pytest.mark.slow)]
+ONE = draw("a way that compiles fast", [each for each in PAIRS if each[1] in ("engine", "before", "full")], 1)
+THREE = draw("ways to compile", PAIRS, 3)
 
 
-@pytest.mark.parametrize("count", COUNTS)
-def test_compiled_in_whatever_way_losses_and_graphs_are_stocks(count: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "pairs",
+    [ONE, pytest.param(THREE, marks=pytest.mark.long), pytest.param(PAIRS, marks=pytest.mark.slow)],
+    ids=["one", "three", "all"],
+)
+def test_compiled_in_whatever_way_losses_and_graphs_are_stocks(pairs: list[tuple[int, str]], tmp_path: Path) -> None:
     """At ZeRO 3 breaks are those around modules."""
-    pairs = draw(f"{count} ways to compile", PAIRS, count)
     assert run_on_ranks(compared, 2, tmp_path, pairs, limit_s=3600) == [[], []]
 
 
