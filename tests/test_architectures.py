@@ -19,6 +19,7 @@ from ds_fsmoe.offline.models.hf_config import read_hf_config  # noqa: E402
 from ds_fsmoe.offline.models.hf_families import FAMILIES  # noqa: E402
 from ds_fsmoe.offline.models.known import PAPER, load_model, model_names  # noqa: E402
 from ds_fsmoe.offline.plan import model as plan_model  # noqa: E402
+from ds_fsmoe.offline.plan.command import add_arguments  # noqa: E402
 
 TINY: dict[str, Any] = {
     "hidden_size": 40,
@@ -153,12 +154,13 @@ def test_a_name_of_the_hub_is_looked_up_by_transformers(monkeypatch, capsys) -> 
         return config
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", found)
-    arguments = ["plan", "--cluster", "testbed_b", "--max-degree", "2", "--hf-config"]
-    assert cli.main([*arguments, "somebody/small"]) == 0
-    said = capsys.readouterr().out
-    assert "model    somebody/small: the configuration of somebody/small on the Hugging Face Hub" in said
-    assert "--length 64" in said
-    assert cli.main([*arguments, "somebody/other"]) == 2
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    planned = plan_model.model_of(parser.parse_args(["--cluster", "testbed_b", "--hf-config", "somebody/small"]))
+    assert numbers_of_ours(planned.architecture) == numbers_of(config)
+    assert planned.architecture.source == "the configuration of somebody/small on the Hugging Face Hub"
+    assert planned.notes == ("length 64 (default; the model supports 64)",)
+    assert cli.main(["plan", "--cluster", "testbed_b", "--hf-config", "somebody/other"]) == 2
     sentence = "transformers found no configuration of that name: somebody/other is not a valid name\n"
     assert sentence in capsys.readouterr().err
     # No code of the repository is run for it.

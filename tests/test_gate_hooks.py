@@ -19,8 +19,6 @@ from ds_fsmoe.layer.stock_layer import FSMoEGate
 from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
 
-pytestmark = pytest.mark.long
-
 Put = Callable[[nn.Module, list], Any]
 """Puts a hook on a gate, which notes what it sees."""
 
@@ -75,10 +73,6 @@ def drops_choices(gate: nn.Module, seen: list) -> Any:
 
 def looks_at_gradients(gate: nn.Module, seen: list) -> Any:
     return gate.register_full_backward_hook(lambda module, given, got: seen.append(describe(given)))
-
-
-def changes_gradients(gate: nn.Module, seen: list) -> Any:
-    return gate.register_full_backward_hook(lambda module, given, got: tuple(each and 2 * each for each in given))
 
 
 def another_forward(gate: nn.Module, seen: list) -> Any:
@@ -147,6 +141,7 @@ def compared(rank: int, world_size: int) -> list[str]:
     return different
 
 
+@pytest.mark.long
 def test_hooks_on_the_gate_see_and_change_what_stocks_do(tmp_path: Path) -> None:
     assert run_on_ranks(compared, 2, tmp_path) == [[], []]
 
