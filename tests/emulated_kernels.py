@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of csrc/cuda on emulated CUDA, as programs of the host: built once per machine, run call by call.
+"""The kernels of csrc/cuda on emulated CUDA, as programs of the host: built once where `make test` keeps
+compiled ops, run call by call.
 
 ``CHECKED`` runs threads as fibers under AddressSanitizer and UndefinedBehaviorSanitizer, ``RACING`` as
 threads of the host under ThreadSanitizer. See tests/emulated_cuda for what is emulated and how.
@@ -287,11 +288,14 @@ def _digest(*words: str) -> str:
 
 @functools.cache
 def _folder() -> Path:
-    """Beside the compiled ops, where `make test` names a folder for them."""
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    folder = Path(named, "emulated") if named else Path(tempfile.gettempdir(), f"emulated_kernels_{os.getuid()}")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """Beside the compiled ops, where `make test` names a folder for them; else one of this session."""
+    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        folder = Path(named, "emulated")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+    holder = tempfile.TemporaryDirectory(prefix="emulated_kernels_")
+    _folder.holder = holder  # type: ignore[attr-defined]  # deleted when the session ends
+    return Path(holder.name)
 
 
 @functools.cache

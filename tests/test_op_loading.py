@@ -19,7 +19,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading  # noqa: E402
-from tests import built_ops, ranks  # noqa: E402
 from tests.build_locks import FILE_IS_THE_LOCK, hold_lock  # noqa: E402
 from tests.built_ops import forget_ops  # noqa: E402
 from tests.python_path import python_path  # noqa: E402
@@ -28,11 +27,6 @@ from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAME = f"{loading.LIBRARIES['cpu']}_{loading.import_op_builder().SOURCE_TAG}"
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
-def test_the_reference_can_be_had_for_any_device(device_type: str) -> None:
-    assert load_ops("reference", device_type) is loading.REFERENCE
 
 
 @pytest.fixture
@@ -64,15 +58,6 @@ def leave_lock(extensions: Path, age_s: float) -> Path:
     hold_lock(lock)
     make_older(lock, age_s)
     return lock
-
-
-@of_a_file
-def test_a_stale_lock_is_named_with_its_age_and_the_cure(fresh_extensions: Path) -> None:
-    lock = leave_lock(fresh_extensions, age_s=3600)
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(lock))} is \d+ s old.*delete it") as caught:
-        load_ops("required", "cpu")
-    assert "fsmoe_cpu" in str(caught.value)
-    assert "'auto' or 'plain'" in str(caught.value)
 
 
 class LockClock:
@@ -202,30 +187,6 @@ def test_ranks_that_wait_for_a_build_sit_in_no_collective_that_lasts_as_long(tmp
     assert "on rank 0, RuntimeError: built by rank 0" in first
     assert spoken >= 5
     assert others == [(first, spoken)] * 2
-
-
-def test_ops_are_compiled_before_ranks_of_a_test_begin_and_once(tmp_path: Path, monkeypatch) -> None:
-    events: list[str] = []
-
-    def start_ranks(kind: str) -> None:
-        events.append("ranks")
-        raise InterruptedError
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(built_ops.subprocess, "run", lambda *_, **__: events.append("compiled"))
-    monkeypatch.setattr(ranks.multiprocessing, "get_context", start_ranks)
-    library = tmp_path / NAME / f"{NAME}.so"
-    for date_s, expected in ((None, ["compiled", "ranks"]), (0, ["compiled", "ranks"]), (4e9, ["ranks"])):
-        if date_s is not None:
-            library.parent.mkdir(exist_ok=True)
-            library.touch()
-            os.utime(library, (date_s, date_s))
-        built_ops.build_ops.cache_clear()
-        for found in (expected, ["ranks"]):
-            events.clear()
-            with pytest.raises(InterruptedError):
-                run_on_ranks(print, 2, tmp_path / "ranks")
-            assert events == found
 
 
 def test_importing_builds_and_loads_nothing_and_deepspeed_starts_beside_our_builders(tmp_path: Path) -> None:

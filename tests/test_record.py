@@ -21,7 +21,7 @@ from ds_fsmoe.offline.report.critical_path import BETWEEN, phases
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
-STEPS = 12
+STEPS = 8
 
 
 def train(rank: int, world_size: int, folder: str, enabled: bool) -> tuple[list[float], str, int]:
@@ -32,7 +32,7 @@ def train(rank: int, world_size: int, folder: str, enabled: bool) -> tuple[list[
     model = SmallModel(case, rank)
     block = {
         "enabled": enabled,
-        "metrics_every": 5,
+        "metrics_every": 3,
         "record": {"dir": folder, "stop_after": STEPS},
         "trace": {"enabled": True, "start_step": STEPS - 3, "num_steps": 2},
         "pipeline_degree": {"forward": 2, "backward": 2},
@@ -144,7 +144,7 @@ def _kinds(traces: dict[int, Any], label: str) -> list[str]:
 
 
 def test_routers_are_recorded_at_their_steps(runs: dict[str, Run]) -> None:
-    assert [row["step"] for row in runs["ours"].routers] == [5, 10]
+    assert [row["step"] for row in runs["ours"].routers] == [3, 6]
     for row in runs["ours"].routers:
         # Two ranks, two micro batches, three samples of seven tokens, two choices.
         assert sum(row["layers"]["L01"]["tokens_E"]) == 2 * 2 * 3 * 7 * 2
