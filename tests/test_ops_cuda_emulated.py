@@ -37,7 +37,7 @@ SHAPES_SMKN = [(1, 1, 1, 1), (7, 16, 2, 29), (11, 67, 5, 17), (3, 1064, 3, 7), (
 # Nothing at all of one kind; then there are no gradients to ask the kernels for.
 EMPTY_SMKN = [(0, 5, 2, 7), (5, 7, 3, 0), (5, 0, 1, 3), (5, 8, 0, 3)]
 # (S, E, k, C); more than one tile of 256 tokens, more experts than a warp has lanes, k = E.
-SHAPES_SEkC = [(1, 1, 1, 1), (13, 3, 2, 3), (541, 7, 2, 67), (263, 67, 3, 5), (17, 37, 37, 7), (523, 3, 3, 523)]
+SHAPES_SEkC = [(1, 1, 1, 1), (13, 3, 2, 3), (300, 7, 2, 37), (263, 67, 3, 5), (17, 37, 37, 7), (523, 3, 3, 523)]
 
 
 CASES = covering(SHAPES_SMKN, DTYPES, DTYPES)
@@ -199,7 +199,7 @@ DECISIONS = list(itertools.product(DECISIONS_SEKC, (None, 1, 4, 30)))
 
 
 # Of each shape one, with each number of segments in turn.
-@sampled(("shape_SEKC", "count"), DECISIONS, kept=[0, 6, 11, 13, 18, 23])
+@sampled(("shape_SEKC", "count"), DECISIONS, kept=[0, 6, 11, 13, 16, 23])
 def test_rows_are_numbered_counted_and_checked_as_by_the_reference(shape_SEKC, count: int | None) -> None:
     num_tokens, num_experts, num_choices, capacity = shape_SEKC
     generator, none = torch.Generator().manual_seed(1), num_experts * capacity
@@ -235,6 +235,7 @@ def test_a_decision_is_read_where_it_lies() -> None:
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.long
 def test_rows_of_384_experts_are_numbered_for_degrees_16_and_15() -> None:
     cuts = TokenChunks(16, 15)
     num_tokens, num_experts = 48, 384
