@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of csrc/cuda on emulated CUDA, as programs of the host: built once per session, run call by call.
+"""The kernels of csrc/cuda on emulated CUDA, as programs of the host: built once where `make test` keeps
+compiled ops, run call by call.
 
-``Kernels.CHECKED`` runs threads as fibers under AddressSanitizer and UndefinedBehaviorSanitizer, ``Kernels.RACING`` as
+``CHECKED`` runs threads as fibers under AddressSanitizer and UndefinedBehaviorSanitizer, ``RACING`` as
 threads of the host under ThreadSanitizer. See tests/emulated_cuda for what is emulated and how.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import hashlib
 import os
@@ -27,13 +29,14 @@ from ds_fsmoe.ops.loading import import_op_builder
 REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "csrc" / "cuda"
 EMULATION = REPOSITORY / "tests" / "emulated_cuda"
+PROGRAM = EMULATION / "program.cpp"
+INCLUDED = (EMULATION, FOLDER, REPOSITORY / "csrc" / "includes")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]  # in the order of the enum in launchers.h
 FORMS = ("silu", "gelu", "gelu_tanh", "silu_of_clamped", "clamped_silu", "swish_of_clamped")  # likewise
 PRIORITIES = ("choice", "token", "score")  # likewise
 
-PLAIN, CHECKED, RACING = "plain", "checked", "racing"
+CHECKED, RACING = "checked", "racing"
 FLAGS = {
-    PLAIN: ["-O1"],
     CHECKED: ["-O1", "-g1", "-fsanitize=address,undefined,alignment", "-fno-sanitize-recover=all"],
     RACING: ["-O1", "-g1", "-fsanitize=thread", "-DFSMOE_EMULATED_THREADS"],
 }
@@ -249,30 +252,47 @@ def build(file: str, how: str, *edits: tuple[str, str]) -> Kernels:
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         pytest.skip(f"no C++ compiler: {compiler} is not on the PATH")
-    if reason := _lacks(compiler, how):
-        pytest.skip(reason)
     text = (FOLDER / file).read_text()
     for old, new in edits:
         assert text.count(old) == 1, f"{old!r} is in {file} {text.count(old)} times"
         text = text.replace(old, new)
-    folder = _folder() / hashlib.sha256(repr((file, how, edits)).encode()).hexdigest()[:16]
-    folder.mkdir()
-    (folder / file).write_text(text)
     stem = Path(file).stem
     import_op_builder().builders("cpu")
     macros = sys.modules["ds_fsmoe.ops.op_builder.builder"].macros
     named = [f'-DFSMOE_KERNELS="{file}"', f"-DFSMOE_OF_{stem.upper()}", *macros()]
-    folders = [f"-I{each}" for each in (folder, EMULATION, FOLDER, REPOSITORY / "csrc" / "includes")]
     strict = ["-std=c++20", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off", "-pthread"]
-    output = folder / stem
-    command = [compiler, *strict, *FLAGS[how], *named, *folders, str(EMULATION / "program.cpp"), "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return Kernels(output)
+    begun = [compiler, *strict, *FLAGS[how], *named]
+    folder = _folder() / f"{stem}_{how}_{_digest(text, *begun)}"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other workers wait for the one that builds
+        if not (folder / stem).exists():
+            if reason := _lacks(compiler, how):
+                pytest.skip(reason)
+            (folder / file).write_text(text)
+            output = folder / "unfinished"
+            # The edited file comes before the one of its name in csrc.
+            command = [*begun, *(f"-I{each}" for each in (folder, *INCLUDED)), str(PROGRAM), "-o", str(output)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+            assert done.returncode == 0, done.stderr
+            output.rename(folder / stem)
+    return Kernels(folder / stem)
+
+
+def _digest(*words: str) -> str:
+    """Of what a build is made from, all files that it may include among it."""
+    sources = [each for folder in INCLUDED for each in sorted(folder.rglob("*")) if each.suffix != ".cu"]
+    texts = [each.read_text() for each in sources if each.is_file()]
+    return hashlib.sha256("\0".join([*words, *texts]).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _folder() -> Path:
+    """Beside the compiled ops, where `make test` names a folder for them; else one of this session."""
+    if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        folder = Path(named, "emulated")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
     holder = tempfile.TemporaryDirectory(prefix="emulated_kernels_")
     _folder.holder = holder  # type: ignore[attr-defined]  # deleted when the session ends
     return Path(holder.name)
@@ -281,11 +301,12 @@ def _folder() -> Path:
 @functools.cache
 def _lacks(compiler: str, how: str) -> str | None:
     """What stands in the way of such a build here: tried on a program of two lines."""
-    source, output = _folder() / f"tried_{how}.cpp", _folder() / f"tried_{how}"
+    source, output = (_folder() / f"tried_{how}_{os.getpid()}{end}" for end in (".cpp", ""))
     source.write_text("#include <barrier>\n_Float16 half; int main() { std::barrier<> all(1); return half != half; }\n")
     command = [compiler, "-std=c++20", *FLAGS[how], str(source), "-o", str(output), "-pthread"]
     if subprocess.run(command, capture_output=True, timeout=600).returncode:
         return f"{compiler} cannot build this: {' '.join(FLAGS[how])}, with C++20's std::barrier and with _Float16"
     if subprocess.run([str(output)], capture_output=True, timeout=60).returncode:
         return f"a program built with {' '.join(FLAGS[how])} does not start here"
+    source.unlink(), output.unlink()
     return None

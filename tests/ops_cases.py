@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -25,10 +27,12 @@ SHAPES_SMKN = [
     (5, 7, 3, 0),
     (5, 0, 1, 3),
 ]
+EVERY_OPS = ("reference", "plain", "compiled")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-def compiled_ops(folder: pytest.TempPathFactory, device_type: str = "cpu") -> Ops:
+@functools.cache
+def compiled_ops(device_type: str = "cpu") -> Ops:
     """The compiled ops; skips the test where there is nothing to compile or run them with."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
@@ -36,9 +40,14 @@ def compiled_ops(folder: pytest.TempPathFactory, device_type: str = "cpu") -> Op
     with pytest.MonkeyPatch.context() as patch:
         # `make test` names a folder: there it is compiled once, and again when the source has changed.
         if "TORCH_EXTENSIONS_DIR" not in os.environ:
-            patch.setenv("TORCH_EXTENSIONS_DIR", str(folder.mktemp("torch_extensions")))
+            patch.setenv("TORCH_EXTENSIONS_DIR", tempfile.mkdtemp(prefix="torch_extensions_"))
         patch.delenv("LOCAL_RANK", raising=False)
         return load_ops("required", device_type)
+
+
+def ops_named(name: str) -> Ops:
+    """One of :data:`EVERY_OPS`."""
+    return compiled_ops() if name == "compiled" else load_ops(name, "cpu")
 
 
 def random_slots(num_tokens: int, num_choices: int, num_slots: int, seed: int = 0) -> Tensor:

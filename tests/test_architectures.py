@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from ds_fsmoe.offline.models.hf_config import read_hf_config  # noqa: E402
 from ds_fsmoe.offline.models.hf_families import FAMILIES  # noqa: E402
 from ds_fsmoe.offline.models.known import PAPER, load_model, model_names  # noqa: E402
 from ds_fsmoe.offline.plan import model as plan_model  # noqa: E402
+from ds_fsmoe.offline.plan.command import add_arguments  # noqa: E402
+from tests.samples import draw  # noqa: E402
 
 TINY: dict[str, Any] = {
     "hidden_size": 40,
@@ -33,58 +36,26 @@ TINY: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-LATENT: dict[str, Any] = {
-    **{"q_lora_rank": 7, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5},
-    **{"num_key_value_heads": 4, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 3},
-    **{"n_group": 2, "topk_group": 1},
+# What families call the sizes of their experts; of each the ones that it has.
+SIZES: dict[str, Any] = {
+    **{"num_local_experts": 6, "num_experts": 6, "n_routed_experts": 6, "moe_num_experts": 6},
+    **{"num_experts_per_tok": 2, "moe_k": 2, "moe_topk": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 3},
+    **{"shared_expert_intermediate_size": 17, "intermediate_size_mlp": 31, "block_size": 8},
 }
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("mixtral", {"num_local_experts": 6}),
-    ("mixtral", {"num_local_experts": 3, "head_dim": 6, "tie_word_embeddings": True, "sliding_window": 16}),
-    ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
-    ("olmoe", {"num_experts": 6, "num_experts_per_tok": 3, "attention_bias": True, "num_key_value_heads": 4}),
-    ("qwen2_moe", {"num_experts": 6, "shared_expert_intermediate_size": 17}),
-    ("qwen2_moe", {"num_experts": 6, "decoder_sparse_step": 2, "qkv_bias": False, "use_sliding_window": True}),
-    ("qwen2_moe", {"num_experts": 6, "mlp_only_layers": [0, 3], "use_sliding_window": True, "max_window_layers": 2}),
-    ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2}),
-    ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "mlp_only_layers": [1]}),
-    ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "attention_bias": True, "tie_word_embeddings": True}),
-    ("deepseek_v2", LATENT | {"first_k_dense_replace": 1}),
-    ("deepseek_v2", LATENT | {"q_lora_rank": None, "attention_bias": True, "topk_method": "group_limited_greedy"}),
-    ("deepseek_v2", LATENT | {"first_k_dense_replace": 2, "mlp_bias": True}),
-    ("deepseek_v3", LATENT),
-    ("deepseek_v3", LATENT | {"attention_bias": True, "first_k_dense_replace": 1}),
-    ("deepseek_v3", LATENT | {"q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": True}),
-    ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    ("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 6, "attention_bias": False}),
-    ("phimoe", {"num_local_experts": 6}),
-    ("phimoe", {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "sliding_window": 8}),
-    ("granitemoe", {"num_local_experts": 6}),
-    ("granitemoe", {"num_local_experts": 6, "attention_bias": True, "tie_word_embeddings": True}),
-    ("glm4_moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2}),
-    ("glm4_moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "use_qk_norm": True, "attention_bias": True}),
-    ("glm4_moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "num_attention_heads": 6, "n_shared_experts": 2}),
-    ("llama4_text", {"num_local_experts": 6, "head_dim": 6, "intermediate_size_mlp": 31}),
-    ("llama4_text", {"num_local_experts": 6, "interleave_moe_layer_step": 2, "attention_chunk_size": 8}),
-    ("llama4_text", {"num_local_experts": 6, "moe_layers": [1, 4], "attention_bias": True, "no_rope_layers": [0] * 5}),
-    ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2}),
-    ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "use_bias": True, "moe_layer_interval": 2}),
-    ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2, "moe_num_shared_experts": 0, "tie_word_embeddings": False}),
-    ("minimax", {"num_local_experts": 6, "block_size": 8}),
-    ("minimax", {"num_local_experts": 6, "layer_types": ["linear_attention"] * 4 + ["full_attention"], "head_dim": 6}),
-    ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 6}),
-    ("minimax_m2", {"num_local_experts": 6, "num_experts_per_tok": 2}),
-    ("dots1", {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}),
-    (
-        "dots1",
-        {
-            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2, "attention_bias": True},
-            **{"first_k_dense_replace": 2, "max_window_layers": 3, "sliding_window": 8},
-        },
-    ),
-    ("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": 2, "head_dim": 10}),
-    ("hunyuan_v1_moe", {"num_experts": 6, "moe_topk": [2, 1, 2, 1, 2], "head_dim": 6, "attention_bias": True}),
-]
+_LATENT = {"q_lora_rank": 7, "kv_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "deepseek_v2": _LATENT | {"num_key_value_heads": 4},
+    "deepseek_v3": _LATENT | {"num_key_value_heads": 4},
+    "hunyuan_v1_moe": {"head_dim": 10},
+}
+CHANGES: dict[str, Any] = {
+    **{"attention_bias": True, "qkv_bias": False, "mlp_bias": True, "lm_head_bias": True, "use_bias": True},
+    **{"tie_word_embeddings": True, "use_qk_norm": True, "q_lora_rank": None, "head_dim": 6, "num_key_value_heads": 4},
+    **{"sliding_window": 8, "use_sliding_window": True, "attention_chunk_size": 8, "no_rope_layers": [0] * 5},
+    **{"first_k_dense_replace": 2, "mlp_only_layers": [0, 3], "decoder_sparse_step": 2, "moe_layer_interval": 2},
+    **{"moe_layers": [1, 4], "interleave_moe_layer_step": 2, "n_shared_experts": 2, "moe_num_shared_experts": 0},
+    **{"moe_topk": [2, 1, 2, 1, 2]},
+}
 
 
 def numbers_of(config: Any) -> tuple[int, int]:
@@ -99,27 +70,30 @@ def numbers_of_ours(architecture: Architecture) -> tuple[int, int]:
     return architecture.num_parameters, architecture.num_expert_parameters
 
 
-@pytest.mark.parametrize(("family", "fields"), CASES)
-def test_a_model_has_the_parameters_that_transformers_builds(
-    family: str, fields: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_model_has_the_parameters_that_transformers_builds_whatever_its_configuration_says(
+    family: str, tmp_path: Path
 ) -> None:
-    said = TINY | fields
-    config = transformers.AutoConfig.for_model(family, **said)
-    built = numbers_of(config)
-    assert 0 < built[1] < built[0]
-    config.save_pretrained(tmp_path)
-    of_words, of_config, of_file = (
-        read_hf_config(each) for each in ({"model_type": family} | said, config.to_dict(), tmp_path)
-    )
-    assert numbers_of_ours(of_words) == built
-    # What transformers makes of the words, and what it writes, is the same model in every block.
-    assert of_config.blocks == of_file.blocks == of_words.blocks
-    assert numbers_of_ours(of_config) == numbers_of_ours(of_file) == built
-    assert of_config.is_tied == of_file.is_tied == of_words.is_tied
-
-
-def test_every_family_is_built() -> None:
-    assert {family for family, _ in CASES} == set(FAMILIES)
+    default = transformers.AutoConfig.for_model(family)
+    known = {*default.to_dict(), *default.attribute_map}
+    if "moe_topk" in known:  # a number for each layer, where others have one for all
+        known.remove("num_experts_per_tok")
+    plain = {key: value for key, value in (TINY | SIZES | OF_FAMILY.get(family, {})).items() if key in known}
+    pairs = list(itertools.combinations([name for name in CHANGES if name in known], 2))
+    for names in ((), *draw(f"changes of {family}", pairs, 3)):
+        said = plain | {name: CHANGES[name] for name in names}
+        config = transformers.AutoConfig.for_model(family, **said)
+        built = numbers_of(config)
+        assert 0 < built[1] < built[0]
+        config.save_pretrained(tmp_path)
+        of_words, of_config, of_file = (
+            read_hf_config(each) for each in ({"model_type": family} | said, config.to_dict(), tmp_path)
+        )
+        assert numbers_of_ours(of_words) == built, names
+        # What transformers makes of the words, and what it writes, is the same model in every block.
+        assert of_config.blocks == of_file.blocks == of_words.blocks, names
+        assert numbers_of_ours(of_config) == numbers_of_ours(of_file) == built, names
+        assert of_config.is_tied == of_file.is_tied == of_words.is_tied, names
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -153,12 +127,13 @@ def test_a_name_of_the_hub_is_looked_up_by_transformers(monkeypatch, capsys) -> 
         return config
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", found)
-    arguments = ["plan", "--cluster", "testbed_b", "--max-degree", "2", "--hf-config"]
-    assert cli.main([*arguments, "somebody/small"]) == 0
-    said = capsys.readouterr().out
-    assert "model    somebody/small: the configuration of somebody/small on the Hugging Face Hub" in said
-    assert "--length 64" in said
-    assert cli.main([*arguments, "somebody/other"]) == 2
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    planned = plan_model.model_of(parser.parse_args(["--cluster", "testbed_b", "--hf-config", "somebody/small"]))
+    assert numbers_of_ours(planned.architecture) == numbers_of(config)
+    assert planned.architecture.source == "the configuration of somebody/small on the Hugging Face Hub"
+    assert planned.notes == ("length 64 (default; the model supports 64)",)
+    assert cli.main(["plan", "--cluster", "testbed_b", "--hf-config", "somebody/other"]) == 2
     sentence = "transformers found no configuration of that name: somebody/other is not a valid name\n"
     assert sentence in capsys.readouterr().err
     # No code of the repository is run for it.

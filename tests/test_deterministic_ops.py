@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_fsmoe import MOELayer, registry
 from ds_fsmoe.ops import Ops, load_ops
 from ds_fsmoe.ops.loading import REFERENCE
-from tests.test_no_slots import PAIRS, options_of
+from tests.test_orders_in_layers import PAIRS, options_of
 
 S, M, H, E = 33, 8, 6, 4
 # What adds on CUDA by atomics, by torch.use_deterministic_algorithms' list; those that index dimension 0 or another.
@@ -60,9 +60,8 @@ def adds_exactly(terms: torch.Tensor) -> bool:
 def gradients_of(gate: str, order: str, ops: Ops, dtype: torch.dtype) -> tuple[list[torch.Tensor | None], list[str]]:
     """Result and gradients, and what was left to chance on the way."""
     torch.manual_seed(0)
-    options = options_of(gate) | {"drop_tokens": True} if "drop_tokens" in options_of(gate) else options_of(gate)
     layer = MOELayer(
-        registry.lookup("gate", gate)(**options),
+        registry.lookup("gate", gate)(**options_of(gate, drop_tokens=True)),
         registry.lookup("order", order)(),
         model_dim=M,
         num_experts=E,

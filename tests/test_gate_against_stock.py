@@ -11,6 +11,7 @@ from deepspeed.moe.sharded_moe import TopKGate, topkgating
 
 from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
 from ds_fsmoe.components.routing import Routing
+from tests.covering import covering, every_case
 from tests.samples import sampled
 
 
@@ -33,12 +34,26 @@ def gradients_of(routing: Routing, *tensors: torch.Tensor) -> tuple[torch.Tensor
     return torch.autograd.grad((routing.weights_KS * factor_KS).sum() + 0.01 * routing.aux_loss, tensors)
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@sampled("dtype", [torch.float32, torch.bfloat16], kept=[1], ids=str)
-@pytest.mark.parametrize("drop_tokens", [True, False], ids=["drop", "dropless"])
-@pytest.mark.parametrize("random_choice", [True, False], ids=["random", "not random"])
-@pytest.mark.parametrize("noise", [None, "Jitter", "RSample"])
-@pytest.mark.parametrize("k", [1, 2, 3, 5])
+AXES = (
+    (1, 2, 3, 5),
+    (None, "Jitter", "RSample"),
+    (True, False),
+    (True, False),
+    (torch.bfloat16, torch.float32),
+    (True, False),
+)
+CASES = covering(*AXES)
+# Every pair of any two of these always; the others are drawn.
+OTHERS = [each for each in every_case(*AXES) if each not in CASES]
+
+
+@sampled(
+    ("k", "noise", "random_choice", "drop_tokens", "dtype", "training"),
+    [*CASES, *OTHERS],
+    kept=range(len(CASES)),
+    drawn=4,
+    ids=str,
+)
 def test_top_k_equals_stock_number_for_number(
     k: int, noise: str | None, random_choice: bool, drop_tokens: bool, dtype: torch.dtype, training: bool
 ) -> None:
@@ -99,3 +114,18 @@ def test_unused_tokens_are_masked_as_in_stocks_top_1() -> None:
     stocks = stock_as_routing(stock(x_SM, used_S.long(), True))
     torch.manual_seed(5)
     assert_same_routing(gate(x_SM, used_S), stocks)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_under_autocast_the_gate_is_still_stocks(k: int) -> None:
+    stock, gate = TopKGate(13, 6, k=k, capacity_factor=3.0), LinearGate(k=k, capacity_factor=3.0)
+    gate.build(13, 6)
+    gate.load_state_dict(stock.state_dict())
+    x_SM, found = torch.randn(47, 13, generator=torch.Generator().manual_seed(0)), []
+    for each in (stock, gate):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(stock_as_routing(each(x_SM, None, True)) if each is stock else each(x_SM))
+    # Rounded scores may be equal, and which of two equal ones is first is left to each.
+    for name in ("weights_KS", "aux_loss", "counts_E"):
+        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name

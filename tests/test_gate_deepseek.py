@@ -52,26 +52,6 @@ def test_the_bias_moves_the_load_towards_balance_without_any_loss() -> None:
     assert torch.equal(gate.wg.weight, weight)
 
 
-def test_the_bias_has_a_say_in_the_choice_and_none_in_the_weights() -> None:
-    gate = make(k=1, norm_topk_prob=False, drop_tokens=False)
-    x_SM = crowd()
-    gate.balance_bias[3] = 10.0
-    routing = gate(x_SM)
-    assert routing.counts_E.tolist() == [0, 0, 0, 97, 0, 0]
-    assert torch.equal(routing.weights_KS[0], torch.sigmoid(gate.wg(x_SM))[:, 3])
-
-
-def test_experts_come_from_as_many_groups_as_are_kept() -> None:
-    gate = make(12, k=4, num_groups=4, kept_groups=2, drop_tokens=False)
-    routing = gate(torch.randn(53, 13))
-    groups_KS = routing.slots_KS // routing.capacity // 3
-    per_token = [len(set(column)) for column in groups_KS.t().tolist()]
-    assert max(per_token) == 2
-    everywhere = make(12, k=4, num_groups=1, drop_tokens=False)(torch.randn(53, 13))
-    free_KS = everywhere.slots_KS // everywhere.capacity // 3
-    assert max(len(set(column)) for column in free_KS.t().tolist()) > 2
-
-
 def test_forwards_in_training_are_counted_and_no_others() -> None:
     gate = make(k=2, capacity_factor=0.3, min_capacity=0)
     x_SM = crowd()
@@ -133,20 +113,3 @@ def test_the_bias_is_saved_and_the_counts_are_not() -> None:
     other = make(k=2)
     other.load_state_dict(gate.state_dict())
     assert torch.equal(other.balance_bias, gate.balance_bias)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"num_groups": 4}, r"num_groups = 4: must divide num_experts \(6\): the choices are 1, 2, 3, 6"),
-        ({"num_groups": 3, "kept_groups": 4}, r"kept_groups = 4: must be between 1, which k needs, and num_groups \(3"),
-        ({"num_groups": 6, "kept_groups": 1}, r"kept_groups = 1: must be between 2, which k needs"),
-        ({"bias_update_speed": -0.1}, "bias_update_speed = -0.1: must be at least 0"),
-        ({"num_groups": 2.0}, "num_groups = 2.0: must be an integer"),
-        ({"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
-    ],
-    ids=str,
-)
-def test_groups_and_speeds_that_cannot_be_are_refused(options: dict, sentence: str) -> None:
-    with pytest.raises(ValueError, match=f"DeepSeekGate: {sentence}"):
-        make(**options)

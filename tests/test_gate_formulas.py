@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gates in which tokens choose: equal to their formulas written as loops, differentiable, and in float32 everywhere."""
+"""Gates equal their formulas written as loops, in every number and gradient."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.moe.sharded_moe import TopKGate
-from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import nn
 
-from ds_fsmoe import registry
-from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe import GPTFeedForward, MOELayer, registry
+from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
+from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.components.token_choice import TokenChoiceGate
-from tests.gate_formulas import run_loop
+from tests.covering import covering
+from tests.gate_formulas import expert_choice_layer, run_loop, softmoe_layer
+from tests.reference import LayerSettings, capacity_of, route
 from tests.samples import sampled
-from tests.test_gates import kept_choices, make_gate
+from tests.test_gates import BY_SCORES, kept_choices, make_gate
 
-TOKENS_CHOOSE = [name for name in registry.known("gate") if issubclass(registry.lookup("gate", name), TokenChoiceGate)]
 LOSSES = {"balance_loss_factor": 0.7, "z_loss_factor": 0.3}
 TIGHT = {"capacity_factor": 0.6, "eval_capacity_factor": 0.5, "min_capacity": 0}
 CASES: list[tuple[str, dict[str, Any]]] = [
     (name, {"k": k, **LOSSES, **more})
-    for name in TOKENS_CHOOSE
+    for name in BY_SCORES
     for k in (1, 3)
     for more in ({**TIGHT, "drop_policy": "probs"}, {**TIGHT, "drop_policy": "position"}, {"drop_tokens": False})
 ]
@@ -47,14 +49,32 @@ def built(name: str, options: dict[str, Any], size_SEM: tuple[int, int, int]) ->
     return gate, x_SM.requires_grad_()
 
 
+def kept_weights(routing: Routing) -> dict[tuple[int, int], torch.Tensor]:
+    """(token, expert) of every kept choice -> its weight."""
+    return {
+        (token, slot // routing.capacity): routing.weights_KS[choice, token]
+        for choice, slots_S in enumerate(routing.slots_KS.tolist())
+        for token, slot in enumerate(slots_S)
+        if slot != routing.num_slots
+    }
+
+
 def test_the_gates_with_a_formula_here_are_those_on_the_shelf() -> None:
-    assert {name for name, _ in CASES} == set(TOKENS_CHOOSE)
-    assert {"gshard", "sigmoid", "xmoe", "switch", "deepseek", "mixtral", "qwen"} <= set(TOKENS_CHOOSE)
+    assert {name for name, _ in CASES} == set(BY_SCORES)
+    assert {"gshard", "sigmoid", "xmoe", "switch", "deepseek", "mixtral", "qwen"} <= set(BY_SCORES)
 
 
-@sampled("masked", [False, True], kept=[1], ids=["all used", "some unused"])
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
+# Each case in one of four ways in the sample, in turns: in training or evaluation, all tokens used or some.
+LOOPS = [(*case, training, masked) for case in CASES for training in (True, False) for masked in (True, False)]
+
+
+@sampled(
+    ("name", "options", "training", "masked"),
+    LOOPS,
+    kept=[4 * at + (at + at // 4) % 4 for at in range(len(CASES))],
+    drawn=9,
+    ids=str,
+)
 def test_a_gate_equals_the_loop_over_tokens(name: str, options: dict, training: bool, masked: bool) -> None:
     gate, x_SM = built(name, options, (19, 6, 7))
     gate.train(training)
@@ -63,12 +83,7 @@ def test_a_gate_equals_the_loop_over_tokens(name: str, options: dict, training: 
     routing = gate(x_SM, used_S)
     loop = run_loop(name, gate, x_SM, None if used_S is None else used_S.tolist(), seed=3)
 
-    found = {
-        (token, slot // routing.capacity): routing.weights_KS[choice, token]
-        for choice, slots_S in enumerate(routing.slots_KS.tolist())
-        for token, slot in enumerate(slots_S)
-        if slot != routing.num_slots
-    }
+    found = kept_weights(routing)
     assert found.keys() == loop.weights.keys()
     assert routing.counts_E.tolist() == loop.counts_E
     if options.get("drop_tokens", True):
@@ -93,146 +108,171 @@ def test_a_gate_equals_the_loop_over_tokens(name: str, options: dict, training: 
     assert gradients[1][0].norm() > 1e-3
 
 
-# In the sample every gate in training or in evaluation, in turns.
-WAYS = [(name, training) for name in registry.known("gate") for training in (True, False)]
+@pytest.mark.parametrize("name", BY_SCORES)
+def test_weights_that_are_always_1_are_warned_of_and_no_others(name: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gate, x_SM = make_gate(name, {"k": 1, "drop_tokens": False}, (23, 6, 13))
+    is_warned = any("with k = 1 every weight is 1" in str(each.message) for each in caught)
+    assert is_warned == bool((gate(x_SM).weights_KS == 1).all())
 
 
-@sampled(("name", "training"), WAYS, kept=[2 * at + at % 2 for at in range(len(WAYS) // 2)])
-def test_gradients_of_every_gate_are_those_of_finite_differences(name: str, training: bool) -> None:
-    gate, x_SM = make_gate(name, {}, (7, 6, 5))
-    gate.train(training)
-    names = [each for each, _ in gate.named_parameters()]
-
-    def decide(x_SM: torch.Tensor, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(5)  # the same noise each time
-        routing = functional_call(gate, dict(zip(names, parameters, strict=True)), (x_SM,))
-        values = [each for each in vars(routing).values() if isinstance(each, torch.Tensor)]
-        return tuple(each for each in values if each.is_floating_point() and each.requires_grad)
-
-    parameters = [each.detach().clone().requires_grad_() for each in gate.parameters()]
-    assert decide(x_SM.requires_grad_(), *parameters)
-    assert torch.autograd.gradcheck(decide, (x_SM, *parameters), eps=1e-6, atol=1e-6, nondet_tol=0.0)
+# ---- the top-k gate: its formulas are stock's
 
 
-# "topk" is stock's, autocast included: bit-equal to it there as everywhere.
-@pytest.mark.parametrize("name", [name for name in registry.known("gate") if name != "topk"])
-def test_a_router_computes_in_float32_under_autocast(name: str) -> None:
-    gate, x_SM = make_gate(name, {}, (47, 6, 13))
-    gate, x_SM = gate.float(), x_SM.float()
-    outcomes = []
-    for enabled in (False, True):
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == (torch.bfloat16 if enabled else torch.float32)
-            outcomes.append(vars(gate(x_SM)))
-    for field, plain in outcomes[0].items():
-        if isinstance(plain, torch.Tensor):
-            assert outcomes[1][field].dtype == plain.dtype, field
-            assert torch.equal(outcomes[1][field], plain), field
+def test_capacity_is_rounded_to_float32_before_it_is_rounded_up() -> None:
+    def capacity(logits_SE: torch.Tensor, **options: Any) -> int:
+        settings = LinearGate(min_capacity=4, **options).settings
+        return route_top_k(logits_SE, torch.eye(logits_SE.shape[1]).double(), settings, training=True).capacity
+
+    # In float64 the product is 11.000000000000002, and the slots would be 12.
+    assert capacity(torch.zeros(10, 1).double(), capacity_factor=1.1) == 11
+    # The share of an expert is rounded to float32 as well: 2.4 becomes 2.4000001, the product 15.000001.
+    logits_SE = torch.randn(12, 5, generator=torch.Generator().manual_seed(0)).double()
+    assert capacity(logits_SE, k=5, capacity_factor=1.25) == 16
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_under_autocast_the_gate_of_stock_is_still_stocks(k: int) -> None:
-    stock = TopKGate(13, 6, k=k, min_capacity=2)
-    gate, x_SM = make_gate("topk", {"k": k, "min_capacity": 2}, (47, 6, 13))
-    gate.float().load_state_dict(stock.state_dict())
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.manual_seed(1)
-        theirs = stock(x_SM.float(), None, True)
-        torch.manual_seed(1)
-        ours = gate(x_SM.float())
-    assert torch.equal(ours.weights_KS, theirs[5])
-    assert torch.equal(ours.aux_loss, theirs[0])
-    assert torch.equal(ours.counts_E, theirs[6])
+def test_first_choices_of_later_tokens_displace_second_choices_of_earlier_ones() -> None:
+    logits_SE = torch.tensor([[1.0, 2.0], [2.0, 1.0], [2.0, 1.0]]).double()
+    settings = LinearGate(k=2, capacity_factor=0.5, min_capacity=0, top2_2nd_expert_sampling=False).settings
+    routing = route_top_k(logits_SE, torch.eye(2).double(), settings, training=True)
+    assert routing.slots_KS.tolist() == [[2, 0, 1], [4, 3, 4]]
 
 
-class Waits(TorchDispatchMode):
-    """Collects operators whose result, or its size, the host has to have: on a GPU it waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique2"):
-            self.found.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+ORACLE_CASES = [
+    (LayerSettings(k, factor, min_capacity, drop_tokens, policy), use_rts)
+    for k in (1, 2, 3, 5)
+    for factor, min_capacity, drop_tokens in ((0.35, 0, True), (1.0, 2, True), (1.0, 4, False))
+    for policy in (("probs", "position") if k > 2 and drop_tokens else ("probs",))
+    for use_rts in ((False, True) if k == 1 else (False,))
+]
 
 
-NOISY = [("topk", {"k": 2}), ("topk", {"k": 3}), ("topk", {"k": 1, "noisy_gate_policy": "RSample"})]
-NOISY += [("topk", {"k": 3, "noisy_gate_policy": "Jitter"}), ("deepseek", {"k": 2, "num_groups": 3})]
+def as_priority(routing: Routing, num_tokens: int) -> torch.Tensor:
+    """[S, E], 1 for what was kept: the answer to who stays where the formula leaves it open."""
+    priority_SE = torch.zeros(num_tokens, routing.num_experts)
+    for token, expert in kept_choices(routing):
+        priority_SE[token, expert] = 1.0
+    return priority_SE
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["all used", "some unused"])
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in registry.known("gate")] + NOISY, ids=str)
-def test_a_gate_waits_for_the_device_only_to_size_what_drops_nothing(name: str, options: dict, masked: bool) -> None:
-    used_S = torch.arange(31) % 3 > 0 if masked else None
-    waits = {}
-    for drop_tokens in (True, False) if kind_of(registry.lookup("gate", name)) is Routing else (True,):
-        more = {} if drop_tokens else {"drop_tokens": False}
-        gate, x_SM = make_gate(name, options | more, (31, 6, 13))
-        gate(x_SM, used_S)  # a capacity that follows from sizes is worked out once, on the host
-        with Waits() as seen:
-            gate(x_SM, used_S)
-        waits[drop_tokens] = seen.found
-    assert waits[True] == []
-    assert waits.get(False, ["_local_scalar_dense"]) == ["_local_scalar_dense"]
+@pytest.mark.parametrize(("settings", "use_rts"), ORACLE_CASES, ids=str)
+def test_top_k_equals_the_loop_over_tokens(settings: LayerSettings, use_rts: bool) -> None:
+    for size_SEM, masked in (((23, 5, 13), False), ((31, 7, 11), True)):
+        num_tokens, num_experts, _ = size_SEM
+        options = asdict(settings) | {"use_rts": use_rts, "top2_2nd_expert_sampling": False}
+        gate, x_SM = make_gate("topk", options, size_SEM)
+        used_S = torch.rand(num_tokens) > 0.3 if masked else None
+        torch.manual_seed(11)
+        routing = gate(x_SM.requires_grad_(), used_S)
+        torch.manual_seed(11)
+        # With random selection a full expert keeps the largest of one uniform number per token and expert.
+        priority_SE = torch.rand(num_tokens, num_experts) if use_rts else as_priority(routing, num_tokens)
+        loop = route(x_SM, gate.wg.weight, settings, None if used_S is None else used_S.tolist(), priority_SE)
+
+        weights = kept_weights(routing)
+        assert weights.keys() == loop.weights.keys()
+        assert routing.counts_E.tolist() == loop.counts_E
+        assert loop.capacity in (routing.capacity, None)
+        assert routing.aux_loss.item() == pytest.approx(loop.aux_loss.item(), abs=1e-12)
+        for choice, weight in loop.weights.items():
+            assert weights[choice].item() == pytest.approx(weight.item(), abs=1e-12)
+
+        factors = dict(zip(weights, torch.randn(len(weights), dtype=torch.float64), strict=True))
+        gradients = [
+            torch.autograd.grad(
+                sum(factors[choice] * found[choice] for choice in factors) + 0.37 * aux_loss, (x_SM, gate.wg.weight)
+            )
+            for found, aux_loss in ((weights, routing.aux_loss), (loop.weights, loop.aux_loss))
+        ]
+        for ours, loops in zip(*gradients, strict=True):
+            assert loops.norm() > 1e-3
+            torch.testing.assert_close(ours, loops, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", TOKENS_CHOOSE)
-def test_what_masked_tokens_hold_changes_nothing_for_the_others(name: str) -> None:
-    gate, x_SM = make_gate(name, LOSSES, (23, 6, 13))
-    gate.eval()
-    used_S = torch.arange(23) % 4 > 0
-    plain = gate(x_SM, used_S)
-    garbage = gate(x_SM.masked_fill(~used_S.unsqueeze(1), float("nan")), used_S)
-    assert torch.equal(plain.weights_KS, garbage.weights_KS)
-    assert torch.equal(plain.aux_loss, garbage.aux_loss)
-    assert kept_choices(plain) == kept_choices(garbage)
-    nobody = gate(x_SM, torch.zeros(23))
-    assert kept_choices(nobody) == []
-    assert nobody.aux_loss == 0
-    assert nobody.counts_E.sum() == 0
+# ---- gates in which slots choose: a whole layer
+
+CHOOSING: list[dict[str, Any]] = [{}, {"k": 2, "capacity_factor": 1.3}, {"k": 3, "capacity_factor": 0.4}]
+CHOOSING += [{"k": 5}, {"k": 2, "capacity_factor": 40.0}]
+MIXING: list[dict[str, Any]] = [{}, {"slots_per_expert": 5}]
+LAYERS = [("expert_choice", each, order) for each in CHOOSING for order in ("sparse", "einsum")]
+LAYERS += [("softmoe", each, "dense") for each in MIXING]
+MASKS = {
+    "all used": lambda num_tokens: None,
+    "some masked": lambda num_tokens: torch.arange(num_tokens) % 3 > 0,
+    "two used": lambda num_tokens: torch.arange(num_tokens).remainder(num_tokens // 2 + 1) == num_tokens // 3,
+}
+LAYER_CASES = covering(LAYERS, [(23, 5, 13), (7, 7, 11), (1, 5, 3), (31, 3, 17)], list(MASKS))
 
 
-@pytest.mark.parametrize("name", TOKENS_CHOOSE)
-def test_a_full_expert_keeps_the_best_or_the_first(name: str) -> None:
-    kept = {}
-    for policy in ("probs", "position"):
-        options = {"k": 1, "capacity_factor": 0.3, "eval_capacity_factor": 0.3, "min_capacity": 0}
-        gate, x_SM = make_gate(name, options | {"drop_policy": policy}, (47, 5, 13))
-        routing = gate.eval()(x_SM)
-        kept[policy] = {e: [s for s, each in kept_choices(routing) if each == e] for e in range(5)}
-        whole, _ = make_gate(name, options | {"drop_tokens": False}, (47, 5, 13))
-        everyone = whole.eval()(x_SM)
-        chosen = {e: [s for s, each in kept_choices(everyone) if each == e] for e in range(5)}
-        assert routing.capacity < max(map(len, chosen.values()))
-        if policy == "position":
-            assert kept[policy] == {e: tokens[: routing.capacity] for e, tokens in chosen.items()}
-        else:
-            affinity_SE = gate.score(x_SM).affinity_SE
-            for e, tokens in chosen.items():
-                best = sorted(tokens, key=lambda s: -affinity_SE[s, e].item())[: routing.capacity]
-                assert set(kept[policy][e]) == set(best)
-    assert kept["probs"] != kept["position"]
+def test_every_gate_in_which_slots_choose_has_a_formula_here() -> None:
+    names = {name for name, _, _ in LAYERS}
+    assert names == {*registry.known("gate")} - {*BY_SCORES, "topk"}
 
 
-@pytest.mark.parametrize("name", TOKENS_CHOOSE)
-def test_the_losses_are_one_in_balance_and_have_the_factors_asked_for(name: str) -> None:
-    found = {}
-    for factors in ((0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (3.0, 5.0)):
-        options = {"k": 2, "balance_loss_factor": factors[0], "z_loss_factor": factors[1]}
-        gate, x_SM = make_gate(name, options, (23, 6, 13))
-        found[factors] = gate.eval()(x_SM).aux_loss.item()
-    assert found[0.0, 0.0] == 0.0
-    expected = 3.0 * found[1.0, 0.0] + 5.0 * found[0.0, 1.0]
-    assert found[3.0, 5.0] == pytest.approx(expected, abs=1e-12)
-    assert found[1.0, 0.0] > 1.0
-    even, x_SM = make_gate(name, {"k": 2, "balance_loss_factor": 1.0, "z_loss_factor": 0.0}, (23, 6, 13))
-    assert even.eval()(torch.zeros_like(x_SM)).aux_loss.item() == pytest.approx(1.0, abs=1e-12)
+@pytest.mark.parametrize(("layer", "size_SEM", "mask"), LAYER_CASES, ids=str)
+def test_a_layer_whose_slots_choose_equals_the_plain_loop(layer: tuple, size_SEM: tuple, mask: str) -> None:
+    (name, options, order), (num_tokens, num_experts, width) = layer, size_SEM
+    if options.get("k", 1) > num_experts:
+        options = options | {"k": num_experts}
+    torch.manual_seed(num_tokens)
+    ours = MOELayer(
+        registry.lookup("gate", name)(**options),
+        registry.lookup("order", order)(),
+        model_dim=width,
+        num_experts=num_experts,
+        expert_impl=GPTFeedForward(width, 19),
+        return_stats=True,
+        pipeline_degree=(3, 2),
+    ).double()
+    nn.init.normal_(ours.gate.wg.weight)
+    experts = list(ours.experts.experts)
+    for parameter in ours.experts.parameters():  # made as copies of one
+        nn.init.normal_(parameter, std=0.5)
+    x_SM = torch.randn(num_tokens, width, dtype=torch.float64, requires_grad=True)
+    used_S = MASKS[mask](num_tokens)
+    found = ours(x_SM, used_S)
+    if name == "softmoe":
+        loop_SM = softmoe_layer(x_SM, ours.gate.wg.weight, experts, options.get("slots_per_expert", 1), used_S)
+        counts = [num_tokens if used_S is None else int(used_S.sum())] * num_experts
+    else:
+        settings = LayerSettings(options.get("k", 1), options.get("capacity_factor", 1.0), 0)
+        num_taken = min(num_tokens, capacity_of(num_tokens, num_experts, settings))
+        loop_SM, taken = expert_choice_layer(x_SM, ours.gate.wg.weight, experts, num_taken, used_S)
+        counts = list(map(len, taken))
+    assert found.counts_E.dtype == torch.int64
+    assert found.counts_E.tolist() == counts
+    assert found.aux_loss.shape == ()
+    assert found.aux_loss == 0
+    torch.testing.assert_close(found.output, loop_SM, rtol=0, atol=1e-12)
+    dy_SM, inputs = torch.randn_like(x_SM), [x_SM, *ours.parameters()]
+    for of_ours, of_loop in zip(
+        torch.autograd.grad(found.output, inputs, dy_SM, materialize_grads=True),
+        torch.autograd.grad(loop_SM, inputs, dy_SM, materialize_grads=True, allow_unused=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(of_ours, of_loop, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gshard", "mixtral", "deepseek"])
-def test_weights_that_are_always_1_are_warned_of(name: str) -> None:
-    with pytest.warns(UserWarning, match="with k = 1 every weight is 1"):
-        registry.lookup("gate", name)(k=1).build(13, 5)
+def test_a_nan_is_not_hidden_from_the_experts_that_choose() -> None:
+    gate, x_SM = make_gate("expert_choice", {}, (23, 5, 13))
+    x_SM[11, 3] = torch.nan
+    assert gate(x_SM).weights_R.isnan().any()
+    assert gate(x_SM, torch.ones(23)).weights_R.isnan().any()
+
+
+READS = {
+    "softmoe": ("dense", "DenseRouting"),
+    "expert_choice": ("sparse", "SlotRouting"),
+    "topk": ("sparse", "Routing"),
+}
+
+
+@pytest.mark.parametrize(
+    ("gate", "order"), [("softmoe", "sparse"), ("softmoe", "einsum"), ("expert_choice", "dense"), ("topk", "dense")]
+)
+def test_a_layer_by_hand_refuses_an_order_that_cannot_read_the_gate(gate: str, order: str) -> None:
+    parts = registry.lookup("gate", gate)(), registry.lookup("order", order)()
+    right, kind = READS[gate]
+    with pytest.raises(ValueError, match=f"cannot read the {kind} that .* returns; use the order '{right}'"):
+        MOELayer(*parts, model_dim=13, num_experts=5, expert_dim=19)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of a gate in the block: each gate's own, and every mistake one sentence with path, value and choices."""
+"""Options of gates, in the block and by hand: each gate's own, and every mistake is one sentence with the choices."""
 
 from __future__ import annotations
 
+import inspect
+import math
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.config.reading import ConfigError, read_block
-from ds_fsmoe.engine.convert_layers import convert
+from ds_fsmoe.engine.convert_layers import check_layers, convert
 from ds_fsmoe.layer.parts import LayerError, choose_parts
 from tests.small_model import Case, SmallModel
 
@@ -30,16 +33,6 @@ def taken_over(gate: dict[str, Any]) -> GateBase:
     return layer.deepspeed_moe.gate
 
 
-def refused(gate: dict[str, Any]) -> str:
-    """What ``initialize`` says, before any process group is made. The model has 4 experts."""
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
-        ds_fsmoe.initialize(
-            model=SmallModel(Case(), rank=0), config=Case().ds_config(fsmoe={"enabled": True, "gate": gate})
-        )
-    assert not dist.is_initialized()
-    return str(caught.value)
-
-
 def test_a_gate_takes_its_own_options_from_the_block() -> None:
     gate = taken_over({"type": "deepseek", "k": 3, "num_groups": 2, "bias_update_speed": 0.01, "drop_tokens": False})
     assert type(gate) is ds_fsmoe.DeepSeekGate
@@ -47,13 +40,14 @@ def test_a_gate_takes_its_own_options_from_the_block() -> None:
     assert gate.describe() == "DeepSeekGate, k = 3, nothing dropped"
 
 
-@pytest.mark.parametrize("name", [name for name in registry.known("gate") if name not in ("topk", "softmoe")])
+@pytest.mark.parametrize("name", [name for name in registry.known("gate") if name != "topk"])
 def test_what_a_block_leaves_out_is_the_layers(name: str) -> None:
     gate = taken_over({"type": name})
     settings = getattr(gate, "settings", gate)
-    assert (settings.k, settings.capacity_factor, settings.eval_capacity_factor) == (2, 1.25, 1.0)
-    if hasattr(settings, "min_capacity"):
-        assert (settings.min_capacity, settings.drop_tokens) == (4, True)
+    of_layer = {"k": 2, "capacity_factor": 1.25, "eval_capacity_factor": 1.0, "min_capacity": 4, "drop_tokens": True}
+    found = {each: getattr(settings, each) for each in of_layer if hasattr(settings, each)}
+    assert found == {each: of_layer[each] for each in found}
+    assert found or name == "softmoe"
 
 
 def test_a_matrix_of_the_same_meaning_begins_as_the_model_has_it() -> None:
@@ -70,22 +64,12 @@ def test_a_matrix_of_the_same_meaning_begins_as_the_model_has_it() -> None:
             {"type": "deepseek", "num_group": 4},
             "fsmoe.gate.num_group = 4: the gate \"deepseek\" has no such option; did you mean 'num_groups'?",
         ),
-        (
-            {"type": "sigmoid", "zzz": [1]},
-            'fsmoe.gate.zzz = [1]: the gate "sigmoid" has no such option; its options are k,',
-        ),
-        (
-            {"type": "softmoe", "drop_policy": "probs"},
-            'fsmoe.gate.drop_policy = "probs": the gate "softmoe" has no such',
-        ),
+        ({"type": "sigmoid", "zzz": [1]}, 'fsmoe.gate.zzz = [1]: the gate "sigmoid" has no such option; its options'),
+        ({"type": "softmoe", "min_capacity": 4}, 'fsmoe.gate.min_capacity = 4: the gate "softmoe" has no such'),
         ({"type": "gshart"}, "fsmoe.gate.type = \"gshart\": no such part; did you mean 'gshard'?"),
         ({"num_groups": 4}, "fsmoe.gate.num_groups: unknown key; the keys are type, top_k, capacity_factor"),
-        (
-            {"type": "topk", "drop_token": True},
-            "fsmoe.gate.drop_token: unknown key; did you mean 'drop_tokens'?",
-        ),
+        ({"type": "topk", "drop_token": True}, "fsmoe.gate.drop_token: unknown key; did you mean 'drop_tokens'?"),
         ({"type": "gshard", "k": "2"}, 'fsmoe.gate.k = "2": must be an integer'),
-        ({"type": "gshard", "capacity_factor": 0}, "fsmoe.gate.capacity_factor = 0: must be greater than 0"),
         ({"type": "gshard", "drop_policy": "last"}, "fsmoe.gate.drop_policy = \"last\": must be 'probs' or 'position'"),
     ],
     ids=str,
@@ -103,27 +87,95 @@ def test_a_disabled_block_is_still_held_against_the_keys_of_the_own_gate() -> No
     assert not read_block({"fsmoe": {"enabled": False, "gate": {"type": "one of a plugin", "kk": 1}}}).enabled
 
 
+# ---- values
+
+
+def wrong_values() -> list[tuple[str, str, Any]]:
+    """(gate, option, value) for every option of every registered gate."""
+    found = []
+    for name in registry.known("gate"):
+        for option in inspect.signature(registry.lookup("gate", name)).parameters.values():
+            wrong: list[Any] = [[1]]
+            if isinstance(option.default, bool):
+                wrong += [1, "no"]
+            elif isinstance(option.default, (int, float)):
+                wrong += ["much", -1, math.nan]
+            else:
+                wrong += ["nonsense"]
+            found += [(name, option.name, value) for value in wrong]
+    return found
+
+
+@pytest.mark.parametrize(("name", "option", "value"), wrong_values(), ids=str)
+def test_a_value_that_an_option_cannot_have_is_refused_by_name(name: str, option: str, value: Any) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is looked at
+        registry.lookup("gate", name)(**{option: value}).build_once(13, 5)
+    message = str(caught.value)
+    assert f"{option} = {value!r}: must be" in message or repr(value) in message
+    assert "\n" not in message
+
+
 @pytest.mark.parametrize(
-    ("gate", "sentence"),
+    ("name", "options", "sentence"),
     [
-        ({"type": "sigmoid", "k": 5}, "fsmoe.gate.k = 5: must be between 1 and num_experts (4 in moes.0)"),
-        ({"type": "deepseek", "k": 0}, "fsmoe.gate.k = 0: must be between 1 and num_experts (4 in moes.0)"),
+        ("topk", {"k": 6}, r"k = 6: must be between 1 and num_experts \(5\)"),
+        ("expert_choice", {"k": 6}, r"k = 6: must be between 1 and num_experts \(5\)"),
+        ("topk", {"k": 0}, r"k = 0: must be between 1 and num_experts \(5\)"),
+        ("topk", {"kk": 2}, "no setting 'kk': choose from k, capacity_factor"),
+        ("topk", {"noisy_gate_policy": "rsample"}, "'rsample': choose from None, 'Jitter', 'RSample'"),
+        ("topk", {"capacity_factor": 0.0}, "capacity_factor = 0.0: must be above 0"),
+        ("softmoe", {"slots_per_expert": 0}, "SoftMoEGate: slots_per_expert = 0: must be an integer >= 1"),
+        ("xmoe", {"temperature": 0}, "temperature = 0: must be above 0 and finite"),
+        ("deepseek", {"num_groups": 4}, r"num_groups = 4: must divide num_experts \(5\): the choices are 1, 5"),
         (
-            {"type": "deepseek", "k": 2, "num_groups": 3},
-            "fsmoe.gate.num_groups = 3: must divide num_experts (4): the choices are 1, 2, 4",
+            "deepseek",
+            {"num_groups": 5, "kept_groups": 6},
+            "kept_groups = 6: must be between 2, which k needs, and",
         ),
-        ({"type": "mixtral", "k": 2, "z_loss_factor": -1}, "fsmoe.gate.z_loss_factor = -1: must be at least 0"),
-        ({"type": "switch", "jitter": "much"}, 'fsmoe.gate.jitter = "much": must be a number'),
-        ({"type": "qwen", "k": 2, "norm_topk_prob": 1}, "fsmoe.gate.norm_topk_prob = 1: must be true or false"),
-        ({"type": "xmoe", "routing_dim": 0}, "fsmoe.gate.routing_dim = 0: must be at least 1"),
-        ({"type": "xmoe", "temperature": 0}, "fsmoe.gate.temperature = 0: must be above 0 and finite"),
-        ({"type": "xmoe", "balance_loss_factor": None}, "fsmoe.gate.balance_loss_factor = null: must be a number"),
-        ({"type": "softmoe", "slots_per_expert": 0}, "fsmoe.gate.slots_per_expert = 0: must be an integer"),
+        ("deepseek", {"num_groups": 5, "kept_groups": 1, "k": 2}, "kept_groups = 1: must be between 2, which k needs"),
     ],
     ids=str,
 )
-def test_a_value_that_an_option_cannot_have_is_refused_before_any_process_group(gate: dict, sentence: str) -> None:
-    assert sentence in refused(gate).splitlines()[-1].replace("moes.1", "moes.0")
+def test_what_does_not_fit_the_experts_or_a_limit_is_said_with_the_choices(name, options, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        registry.lookup("gate", name)(**options).build_once(13, 5)
+
+
+@pytest.mark.parametrize(
+    ("block", "sentence"),
+    [
+        ({"gate": {"type": "sigmoid", "k": 5}}, "fsmoe.gate.k = 5: must be between 1 and num_experts (4 in moes.0)"),
+        ({"gate": {"type": "expert_choice", "k": 5}}, "k = 5: must be between 1 and num_experts (4"),
+        (
+            {"gate": {"type": "deepseek", "k": 2, "num_groups": 3}},
+            "fsmoe.gate.num_groups = 3: must divide num_experts (4): the choices are 1, 2, 4",
+        ),
+        (
+            {"gate": {"type": "xmoe", "balance_loss_factor": None}},
+            "fsmoe.gate.balance_loss_factor = null: must be a number",
+        ),
+        (
+            {"gate": {"type": "softmoe"}, "order": "sparse"},
+            'fsmoe.order = "sparse": must be "auto" or "dense" with SoftMoEGate, which returns a DenseRouting',
+        ),
+        (
+            {"gate": {"type": "expert_choice"}, "order": "dense"},
+            'fsmoe.order = "dense": must be "auto" or "einsum" or ',
+        ),
+        ({"order": "dense"}, 'fsmoe.order = "dense": must be "auto" or "einsum" or '),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused_before_any_process_group(block: dict, sentence: str) -> None:
+    model = SmallModel(Case(), rank=0)  # of 4 experts
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is looked at
+        ds_fsmoe.initialize(model=model, config=Case().ds_config(fsmoe={"enabled": True} | block))
+    assert not dist.is_initialized()
+    assert sentence in str(caught.value).splitlines()[-1].replace("moes.1", "moes.0")
+    assert type(model.moes[0].deepspeed_moe).__name__ == "MOELayer"
+
+
+# ---- users' gates
 
 
 class PlainGate(GateBase):
@@ -171,3 +223,27 @@ def test_the_options_of_a_users_gate_are_those_of_its_signature() -> None:
         taken_over({"type": "plain", "sharpness": -1})
     with pytest.raises(LayerError, match=r"BoundedGate has no setting 'z_los': choose from k, capacity_factor"):
         taken_over({"type": "bounded", "z_los": 1})
+
+
+class ExpertishGate(PlainGate):
+    def build(self, model_dim: int, num_experts: int) -> None:
+        super().build(model_dim, num_experts)
+        self.register_buffer("expert_bias", torch.zeros(num_experts))
+
+
+def test_a_gate_that_deepspeed_could_not_save_is_refused(monkeypatch) -> None:
+    monkeypatch.setitem(registry._PARTS["gate"], "expertish", ExpertishGate)
+    with pytest.raises(LayerError, match="has a parameter or buffer 'expert_bias'"):
+        taken_over({"type": "expertish"})
+
+
+class CallersGate(deepspeed.moe.sharded_moe.TopKGate):
+    """A user's own subclass of stock's gate."""
+
+
+def test_a_gate_block_is_refused_where_it_would_not_reach_the_gate() -> None:
+    layers = {"h.0": SmallModel(Case(), rank=0).moes[0]}
+    layers["h.0"].deepspeed_moe.gate.__class__ = CallersGate
+    check_layers(layers, None)
+    with pytest.raises(LayerError, match=r"h\.0 has its own gate, a CallersGate, which fsmoe\.gate would not change"):
+        check_layers(layers, read({"k": 2}).gate)

@@ -53,7 +53,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@sampled("name", registry.known("gate"), kept=[0, 1, 5])
+@sampled("name", registry.known("gate"), drawn=3)
 def test_the_loss_falls_and_the_load_comes_nearer_to_balance(name: str) -> None:
     losses, imbalances = train(name)
     assert mean(losses[-10:]) < 0.7 * mean(losses[:10])

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled ops on the device for which they are compiled, against the reference on the CPU. The same bodies run
-here with the library for the CPU."""
+"""The compiled ops equal the reference, each library on the device for which it is compiled."""
 
 from __future__ import annotations
 
@@ -13,50 +12,63 @@ from torch import Tensor
 
 from ds_fsmoe.ops import Ops, load_ops
 from ds_fsmoe.ops.reference import PRIORITIES
+from tests.covering import covering
 from tests.gpu_cases import ON_DEVICE
+from tests.ops_cases import DTYPES as ALL_DTYPES
 from tests.ops_cases import SHAPES_SMKN, assert_same_bits, compiled_ops, random_rows, random_slots
 from tests.test_ops_slots import SHAPES_SEkC, make_scores
 
 REFERENCE = load_ops("reference", "cpu")
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = {"cuda": [torch.float32, torch.bfloat16, torch.float16], "cpu": ALL_DTYPES}
+# In the sample each shape, and each type with each other one.
+ROWS = covering(SHAPES_SMKN, ALL_DTYPES, ALL_DTYPES)
 
 
 @pytest.fixture(scope="session")
-def ops_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[torch.device], Ops]:
+def ops_of() -> Callable[[torch.device], Ops]:
     """Device -> its compiled ops."""
-    return lambda device: compiled_ops(tmp_path_factory, device.type)
+    return lambda device: compiled_ops(device.type)
 
 
 def check_rows(
-    ops: Ops, device: torch.device, shape_SMKN: tuple[int, ...], dtype: torch.dtype, out: torch.dtype
+    ops: Ops,
+    device: torch.device,
+    shape_SMKN: tuple[int, ...],
+    dtype: torch.dtype,
+    out: torch.dtype,
+    weight: torch.dtype = torch.float32,
 ) -> None:
     """Arrange, restore and their gradients."""
     num_tokens, width, num_choices, num_slots = shape_SMKN
     slots_KS = random_slots(num_tokens, num_choices, num_slots)
     x_SM, d_out_NM = random_rows(num_tokens, width, dtype), random_rows(num_slots, width, out, 2)
-    y_NM, weights_KS = random_rows(num_slots, width, dtype, 3), random_rows(num_choices, num_tokens, torch.float32, 4)
+    y_NM, weights_KS = random_rows(num_slots, width, dtype, 3), random_rows(num_choices, num_tokens, weight, 4)
     d_out_SM = random_rows(num_tokens, width, out, 5)
 
     def forward_and_backward(of: Ops, where: torch.device) -> list[Tensor]:
         at = [each.detach().to(where).requires_grad_() for each in (x_SM, y_NM, weights_KS)]
-        slots = slots_KS.to(where)
+        slots, y = slots_KS.to(where), at[1].detach()
         arranged = of.arrange(at[0], slots, num_slots, out)
-        restored, unweighted = of.restore(at[1], slots, at[2], out), of.restore(at[1].detach(), slots, None, out)
+        restored, unweighted = of.restore(at[1], slots, at[2], out), of.restore(y, slots, None, out)
+        by_slot = of.restore(y, slots, at[2].detach(), out, True)
         arranged.backward(d_out_NM.to(where))
         restored.backward(d_out_SM.to(where))
-        found = [arranged, restored, unweighted, at[1].grad, at[0].grad, at[2].grad]
+        found = [arranged, restored, unweighted, by_slot, at[1].grad, at[0].grad, at[2].grad]
         assert all(each.device.type == where.type for each in found)
         return [each.detach().cpu() for each in found]
 
     found = forward_and_backward(ops, device)
     expected = forward_and_backward(REFERENCE, torch.device("cpu"))
-    for one, other in zip(found[:4], expected[:4], strict=True):
+    for one, other in zip(found[:5], expected[:5], strict=True):
         assert_same_bits(one, other)
-    # In float32 and in the order of the slots, rounded once; autograd rounds after each.
-    assert_same_bits(found[4], REFERENCE.restore(d_out_NM, slots_KS.sort(dim=0).values, None, dtype))
+    # Rounded once, in the order of the slots; autograd rounds after each.
+    assert_same_bits(found[5], REFERENCE.restore(d_out_NM, slots_KS, None, dtype, True))
+    bound = 8 * max(1, num_choices) * max(torch.finfo(each).eps for each in (dtype, out))
+    torch.testing.assert_close(found[5], expected[5], rtol=bound, atol=bound)
     # A dot product over the width: the order of the sum is each one's own.
-    largest = 0.0 if 0 in shape_SMKN else float(d_out_SM.float().abs().sum(1).max() * y_NM.float().abs().max())
-    torch.testing.assert_close(found[5], expected[5], rtol=0, atol=1e-6 * largest)
+    largest = 0.0 if 0 in shape_SMKN else float(d_out_SM.double().abs().sum(1).max() * y_NM.double().abs().max())
+    is_double = weight == torch.float64 and device.type == "cpu"
+    torch.testing.assert_close(found[6], expected[6], rtol=0, atol=largest * (1e-15 if is_double else 1e-6))
 
 
 def check_gather(ops: Ops, device: torch.device, shape_SMKN: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -71,6 +83,8 @@ def check_gather(ops: Ops, device: torch.device, shape_SMKN: tuple[int, ...], dt
         y_NM.backward(dy_NM.to(where))
         found.append((y_NM.detach().cpu(), x.grad.cpu()))
     assert_same_bits(found[0][0], found[1][0])
+    if device.type == "cpu":  # in the order of index_add
+        assert_same_bits(found[0][1], found[1][1])
     # A row may have been taken by every slot, and its sum has no particular order.
     bound = 8 * max(1, num_slots) * torch.finfo(dtype).eps
     torch.testing.assert_close(found[0][1], found[1][1], rtol=bound, atol=bound)
@@ -79,19 +93,23 @@ def check_gather(ops: Ops, device: torch.device, shape_SMKN: tuple[int, ...], dt
 def check_slots(ops: Ops, device: torch.device, shape_SEkC: tuple[int, ...], priority: str) -> None:
     """From scores, and from choices made elsewhere, to slots."""
     num_tokens, num_experts, k, capacity = shape_SEkC
-    for seed in range(2):
-        scores_SE = make_scores(num_tokens, num_experts, seed)
+    for seed in range(3):
+        # In float64 as well where the library has that.
+        dtype = torch.float64 if seed and device.type == "cpu" else torch.float32
+        scores_SE = make_scores(num_tokens, num_experts, seed, dtype)
         used_S = torch.rand(num_tokens, generator=torch.Generator().manual_seed(seed)) < 0.8 if seed else None
         used = None if used_S is None else used_S.to(device)
         expected = REFERENCE.top_k_slots(scores_SE, k, capacity, used_S, priority)
         found = ops.top_k_slots(scores_SE.to(device), k, capacity, used, priority)
-        scores_KS = make_scores(k, num_tokens, seed)
-        taken = ops.take_slots(
-            expected.experts_KS.to(device), num_experts, capacity, used, priority, scores_KS.to(device)
-        )
-        by_reference = REFERENCE.take_slots(expected.experts_KS, num_experts, capacity, used_S, priority, scores_KS)
+        # Scores that decide who stays need not be those that experts were chosen by, and a token may choose less.
+        scores_KS, generator = make_scores(k, num_tokens, seed), torch.Generator().manual_seed(seed)
+        none = torch.tensor([-1, num_experts, 2**62])[torch.randint(3, (k, num_tokens), generator=generator)]
+        experts_KS = torch.where(torch.rand(k, num_tokens, generator=generator) < 0.2 * seed, none, expected.experts_KS)
+        taken = ops.take_slots(experts_KS.to(device), num_experts, capacity, used, priority, scores_KS.to(device))
+        by_reference = REFERENCE.take_slots(experts_KS, num_experts, capacity, used_S, priority, scores_KS)
         for one, other in zip((*found, *taken), (*expected, *by_reference), strict=True):
             assert one.device.type == device.type
+            assert one.dtype == torch.int64
             assert torch.equal(one.cpu(), other)
 
 
@@ -100,10 +118,14 @@ def check_slots(ops: Ops, device: torch.device, shape_SEkC: tuple[int, ...], pri
 def test_rows_on_the_device_equal_the_reference(
     ops_of: Callable[[torch.device], Ops], device: torch.device, shape_SMKN: tuple[int, ...]
 ) -> None:
-    pairs = list(itertools.product(DTYPES, DTYPES))
-    for dtype, out in pairs if device.type == "cuda" else pairs[::4]:
-        check_rows(ops_of(device), device, shape_SMKN, dtype, out)
-    check_gather(ops_of(device), device, shape_SMKN, torch.float32)
+    types = DTYPES[device.type]
+    weights = (torch.float32, torch.float64) if device.type == "cpu" else (torch.float32,)
+    pairs = [(dtype, out) for shape, dtype, out in ROWS if shape == shape_SMKN and {dtype, out} <= {*types}]
+    for dtype, out in pairs if device.type == "cpu" else itertools.product(types, types):
+        for weight in weights:
+            check_rows(ops_of(device), device, shape_SMKN, dtype, out, weight)
+    for dtype in types:
+        check_gather(ops_of(device), device, shape_SMKN, dtype)
 
 
 @ON_DEVICE
@@ -111,7 +133,7 @@ def test_rows_on_the_device_equal_the_reference(
 def test_slots_on_the_device_equal_the_reference(
     ops_of: Callable[[torch.device], Ops], device: torch.device, shape_SEkC: tuple[int, ...]
 ) -> None:
-    for priority in PRIORITIES if device.type == "cuda" else PRIORITIES[-1:]:
+    for priority in PRIORITIES:
         check_slots(ops_of(device), device, shape_SEkC, priority)
 
 
@@ -131,7 +153,12 @@ def test_torch_accepts_the_operators_on_the_device(
     # Both derivatives, shapes without data, and dynamic shapes are in these.
     torch.library.opcheck(fsmoe.arrange.default, (x_SM, slots_KS, num_slots, torch.float32))
     torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, weights_KS))
+    torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, None, torch.float32))
+    torch.library.opcheck(fsmoe.gather_rows.default, (x_SM, slots_KS[0]))
+    torch.library.opcheck(fsmoe.gather_rows_backward.default, (x_SM, slots_KS[0], 7))
     for weights in (weights_KS, weights_KS.detach().t().contiguous().t()):
         torch.library.opcheck(fsmoe.restore_backward.default, (x_SM, y_NM, slots_KS, weights))
     torch.library.opcheck(fsmoe.top_k_slots.default, (scores_SE, 2, 3, None, "score"))
     torch.library.opcheck(fsmoe.take_slots.default, (torch.zeros_like(slots_KS), 5, 3))
+    used_S = torch.arange(num_tokens, device=device) % 3 > 0
+    torch.library.opcheck(fsmoe.take_slots.default, (torch.zeros_like(slots_KS), 5, 3, used_S, "score", weights_KS))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from ds_fsmoe.ops import load_ops, loading  # noqa: E402
-from tests import built_ops, ranks  # noqa: E402
 from tests.build_locks import FILE_IS_THE_LOCK, hold_lock  # noqa: E402
 from tests.built_ops import forget_ops  # noqa: E402
 from tests.python_path import python_path  # noqa: E402
@@ -27,11 +27,6 @@ from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAME = f"{loading.LIBRARIES['cpu']}_{loading.import_op_builder().SOURCE_TAG}"
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu"])
-def test_the_reference_can_be_had_for_any_device(device_type: str) -> None:
-    assert load_ops("reference", device_type) is loading.REFERENCE
 
 
 @pytest.fixture
@@ -48,6 +43,12 @@ def fresh_extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def locks_of_builds() -> Any:
+    """The module, which is there when the builders are."""
+    loading.import_op_builder().builders("cpu")
+    return sys.modules["ds_fsmoe.ops.op_builder.locks"]
+
+
 of_a_file = pytest.mark.skipif(not FILE_IS_THE_LOCK, reason="the date of a file says nothing where torch locks it")
 
 
@@ -57,15 +58,6 @@ def leave_lock(extensions: Path, age_s: float) -> Path:
     hold_lock(lock)
     make_older(lock, age_s)
     return lock
-
-
-@of_a_file
-def test_a_stale_lock_is_named_with_its_age_and_the_cure(fresh_extensions: Path) -> None:
-    lock = leave_lock(fresh_extensions, age_s=3600)
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(lock))} is \d+ s old.*delete it") as caught:
-        load_ops("required", "cpu")
-    assert "fsmoe_cpu" in str(caught.value)
-    assert "'auto' or 'plain'" in str(caught.value)
 
 
 class LockClock:
@@ -90,18 +82,15 @@ class LockClock:
     ("age_s", "waited_s", "said"),
     [
         (0, 600, r"60[01] s old"),
-        (500, 100, r"60[01] s old"),
         (-60, 600, r"5[34]. s old, and it was there for the 60. s that were waited"),
         (-599, 600, r". s old, and it was there for the 60. s that were waited"),
-        (-3600, 0, r"dated 3600 s in the future"),
         (-3e9, 0, r"dated 3000000000 s in the future"),
     ],
 )
 def test_a_lock_is_waited_for_until_it_is_stale_whatever_its_date(
     age_s: float, waited_s: float, said: str, fresh_extensions: Path, caplog, monkeypatch
 ) -> None:
-    loading.import_op_builder().builders("cpu")
-    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    locks = locks_of_builds()
     monkeypatch.setattr(logging.getLogger("ds_fsmoe"), "propagate", True)
     caplog.set_level(logging.INFO, "ds_fsmoe")
     lock = leave_lock(fresh_extensions, age_s=0)
@@ -116,8 +105,7 @@ def test_a_lock_is_waited_for_until_it_is_stale_whatever_its_date(
 
 
 def test_a_locked_file_is_waited_for_whatever_its_date(fresh_extensions: Path, monkeypatch) -> None:
-    loading.import_op_builder().builders("cpu")
-    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    locks = locks_of_builds()
     monkeypatch.delattr("torch.utils.cpp_extension.FileBaton", raising=False)
     lock = leave_lock(fresh_extensions, age_s=3600)
     clock = LockClock(lock, 3600)
@@ -128,8 +116,7 @@ def test_a_locked_file_is_waited_for_whatever_its_date(fresh_extensions: Path, m
 
 
 def test_the_lock_of_a_build_that_was_killed_is_taken_away(fresh_extensions: Path) -> None:
-    loading.import_op_builder().builders("cpu")
-    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    locks = locks_of_builds()
     path = fresh_extensions / NAME / "lock"
     script = (
         "import sys; from pathlib import Path; from ds_fsmoe.ops.loading import import_op_builder\n"
@@ -153,8 +140,7 @@ def test_the_lock_of_a_build_that_was_killed_is_taken_away(fresh_extensions: Pat
 
 
 def test_a_lock_whose_builder_may_be_on_another_machine_is_waited_for(fresh_extensions: Path) -> None:
-    loading.import_op_builder().builders("cpu")
-    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    locks = locks_of_builds()
     path = leave_lock(fresh_extensions, age_s=0)
     path.with_name("fsmoe_builder").write_text("another-machine")
     assert locks.find_lock(path) is not None
@@ -163,8 +149,7 @@ def test_a_lock_whose_builder_may_be_on_another_machine_is_waited_for(fresh_exte
 
 
 def test_a_lock_that_is_let_go_is_waited_for_no_longer(fresh_extensions: Path) -> None:
-    loading.import_op_builder().builders("cpu")
-    locks = sys.modules["ds_fsmoe.ops.op_builder.locks"]
+    locks = locks_of_builds()
     lock = leave_lock(fresh_extensions, age_s=0)
     clock = LockClock(lock, 0)
     clock.sleep = lambda _: lock.unlink()
@@ -204,57 +189,27 @@ def test_ranks_that_wait_for_a_build_sit_in_no_collective_that_lasts_as_long(tmp
     assert others == [(first, spoken)] * 2
 
 
-def test_ops_are_compiled_before_ranks_of_a_test_begin_and_once(tmp_path: Path, monkeypatch) -> None:
-    events: list[str] = []
-
-    def start_ranks(kind: str) -> None:
-        events.append("ranks")
-        raise InterruptedError
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setattr(built_ops.subprocess, "run", lambda *_, **__: events.append("compiled"))
-    monkeypatch.setattr(ranks.multiprocessing, "get_context", start_ranks)
-    library = tmp_path / NAME / f"{NAME}.so"
-    for date_s, expected in ((None, ["compiled", "ranks"]), (0, ["compiled", "ranks"]), (4e9, ["ranks"])):
-        if date_s is not None:
-            library.parent.mkdir(exist_ok=True)
-            library.touch()
-            os.utime(library, (date_s, date_s))
-        built_ops.build_ops.cache_clear()
-        for found in (expected, ["ranks"]):
-            events.clear()
-            with pytest.raises(InterruptedError):
-                run_on_ranks(print, 2, tmp_path / "ranks")
-            assert events == found
-
-
-def test_importing_builds_and_loads_nothing(tmp_path: Path) -> None:
-    script = (
-        "import sys, torch, ds_fsmoe.ops, ds_fsmoe.ops.loading, ds_fsmoe.ops.reference, ds_fsmoe.ops.compiled\n"
-        "assert 'deepspeed' not in sys.modules\n"
-        "assert not [name for name in sys.modules if 'op_builder' in name]\n"
-        "ops = ds_fsmoe.ops.load_ops('reference', 'cpu')\n"
-        "ops.top_k_slots(torch.zeros(2, 3), 1, 1)\n"
-        "ops.gather_rows(torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64))\n"
-        "assert not hasattr(torch.ops.fsmoe, 'gather_rows')\n"
-        "assert not hasattr(torch.ops.fsmoe, 'arrange')\n"
-    )
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+def test_importing_builds_and_loads_nothing_and_deepspeed_starts_beside_our_builders(tmp_path: Path) -> None:
+    # DeepSpeed looks for a name in a top-level op_builder to recognise its own source tree: ours must not have it.
+    script = """
+import sys, torch, ds_fsmoe.ops, ds_fsmoe.ops.loading, ds_fsmoe.ops.reference, ds_fsmoe.ops.compiled
+assert 'deepspeed' not in sys.modules
+assert not [name for name in sys.modules if 'op_builder' in name]
+ops = ds_fsmoe.ops.load_ops('reference', 'cpu')
+ops.top_k_slots(torch.zeros(2, 3), 1, 1)
+ops.gather_rows(torch.zeros(2, 3), torch.zeros(1, dtype=torch.int64))
+assert not hasattr(torch.ops.fsmoe, 'gather_rows')
+assert not hasattr(torch.ops.fsmoe, 'arrange')
+import op_builder, deepspeed, deepspeed.accelerator
+assert not hasattr(op_builder, '__deepspeed__')
+folder = deepspeed.accelerator.get_accelerator().op_builder_dir()
+assert folder.startswith('deepspeed.'), folder
+assert deepspeed.ops.op_builder.CPUAdamBuilder().name == 'cpu_adam'
+"""
+    of_builds = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(REPOSITORY)}
+    environment = os.environ | of_builds
     subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True, timeout=600)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_deepspeed_starts_with_our_builders_on_its_path(tmp_path: Path) -> None:
-    # DeepSpeed looks for a name in a top-level op_builder to recognise its own source tree: ours must not have it.
-    script = (
-        "import op_builder, deepspeed, deepspeed.accelerator\n"
-        "assert not hasattr(op_builder, '__deepspeed__')\n"
-        "accelerator = deepspeed.accelerator.get_accelerator()\n"
-        "assert accelerator.op_builder_dir().startswith('deepspeed.'), accelerator.op_builder_dir()\n"
-        "assert deepspeed.ops.op_builder.CPUAdamBuilder().name == 'cpu_adam'\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "DS_ACCELERATOR": "cpu"}
-    subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True, timeout=600)
 
 
 def test_a_torch_upgrade_changes_the_build_and_hides_the_prebuilt_library(monkeypatch: pytest.MonkeyPatch) -> None:

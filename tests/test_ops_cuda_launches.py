@@ -11,7 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.call_counts import ON_A_GPU  # noqa: E402
-from tests.emulated_kernels import DTYPES, PLAIN, PRIORITIES, Address, Ended, build  # noqa: E402
+from tests.covering import covering  # noqa: E402
+from tests.emulated_kernels import CHECKED, DTYPES, PRIORITIES, Address, Ended, build  # noqa: E402
+from tests.samples import sampled  # noqa: E402
 
 # What csrc/cuda/bindings.cpp lets through.
 MOST_BLOCKS = 2**31 - 1
@@ -27,11 +29,9 @@ def launches(ended: Ended) -> list[tuple[str, int, int, int]]:
     return [(kernel, *map(int, numbers)) for kernel, *numbers in found]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 16384, 2**33])
-@pytest.mark.parametrize("pointer", [SOMEWHERE, ODD], ids=["aligned", "odd"])
+@sampled(("width", "pointer"), list(itertools.product([1, 16384, 2**33], [SOMEWHERE, ODD])))
 def test_rows_of_the_largest_tensors_are_a_block_each(width: int, pointer: Address) -> None:
-    kernels, sizes = build("rows.cu", PLAIN), (MOST_BLOCKS, 2, MOST_BLOCKS, width)
+    kernels, sizes = build("rows.cu", CHECKED), (MOST_BLOCKS, 2, MOST_BLOCKS, width)
     x = (pointer, torch.float32)
     calls = {
         "launch_arrange": (*x, SOMEWHERE, *x, SOMEWHERE, *sizes),
@@ -45,20 +45,21 @@ def test_rows_of_the_largest_tensors_are_a_block_each(width: int, pointer: Addre
         assert {threads for _, _, threads, _ in found} == {32 if width == 1 else 256}
 
 
-@pytest.mark.parametrize(("dtype", "wire"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+@sampled(("dtype", "wire"), list(itertools.product(DTYPES, DTYPES)), kept=[1], ids=str)
 def test_each_pair_of_types_has_kernels_for_packs_and_for_single_values(dtype, wire) -> None:
     size = 16 // min(dtype.itemsize, wire.itemsize)
     for pointer, expected in ((SOMEWHERE, size), (ODD, 1)):
         arguments = (pointer, dtype, SOMEWHERE, pointer, wire, SOMEWHERE, 3, 2, 5, 16)
-        ended = build("rows.cu", PLAIN).end("launch_arrange", *arguments, only_list=1)
+        ended = build("rows.cu", CHECKED).end("launch_arrange", *arguments, only_list=1)
         assert set(re.findall(r"kSize = (\d+)", ended.stderr)) == {str(expected)}
 
 
-@pytest.mark.parametrize("priority", range(len(PRIORITIES)), ids=PRIORITIES)
-@pytest.mark.parametrize("num_choices", [1, 8, 1024])
-@pytest.mark.parametrize("num_experts", [1, EXPERTS_AT_ONCE, 2**20])
+SIZES = covering([1, EXPERTS_AT_ONCE, 2**20], [1, 8, 1024], range(len(PRIORITIES)))
+
+
+@sampled(("num_experts", "num_choices", "priority"), SIZES, drawn=3)
 def test_slots_of_the_largest_tensors_fit_their_launches(num_experts: int, num_choices: int, priority: int) -> None:
-    kernels, num_tokens = build("slots.cu", PLAIN), MOST_BLOCKS // num_choices
+    kernels, num_tokens = build("slots.cu", CHECKED), MOST_BLOCKS // num_choices
     at_once = min(num_experts, EXPERTS_AT_ONCE)
     sizes = (num_tokens, num_choices, num_experts)
     inputs = (SOMEWHERE, None, priority, SOMEWHERE, 0, num_experts, 1)
@@ -79,7 +80,7 @@ def test_slots_of_the_largest_tensors_fit_their_launches(num_experts: int, num_c
 def test_rows_of_the_largest_decisions_fit_their_launches(
     num_choices: int, num_experts: int, num_segments: int | None
 ) -> None:
-    kernels, num_tokens = build("slots.cu", PLAIN), MOST_BLOCKS // num_choices
+    kernels, num_tokens = build("slots.cu", CHECKED), MOST_BLOCKS // num_choices
     segments = (None, 1) if num_segments is None else (SOMEWHERE, num_segments)
     decision = (SOMEWHERE, 1, num_choices, num_tokens, num_choices, num_experts, 1, *segments)
     found = launches(kernels.end("launch_number_rows", *decision, None, *(SOMEWHERE,) * 5, only_list=1))
@@ -95,7 +96,7 @@ def test_rows_of_the_largest_decisions_fit_their_launches(
 
 def test_a_launch_beyond_the_limits_is_stopped() -> None:
     arguments = (SOMEWHERE, torch.float32, SOMEWHERE, None, 0, 0, 0, SOMEWHERE, torch.float32, 2**31, 2, 5, 8)
-    ended = build("rows.cu", PLAIN).end("launch_restore", *arguments, only_list=1)
+    ended = build("rows.cu", CHECKED).end("launch_restore", *arguments, only_list=1)
     assert ended.status != 0
     assert "a GPU would refuse" in ended.stderr
 
@@ -103,7 +104,7 @@ def test_a_launch_beyond_the_limits_is_stopped() -> None:
 def test_the_table_of_launches_is_that_of_the_launchers() -> None:
     x = (SOMEWHERE, torch.bfloat16)
     sizes = (64, 2, 128, 16)
-    rows, slots, gated = (build(f"{name}.cu", PLAIN) for name in ("rows", "slots", "gated"))
+    rows, slots, gated = (build(f"{name}.cu", CHECKED) for name in ("rows", "slots", "gated"))
     decision = (SOMEWHERE, 64, 1, 64, 2, 16, 1, None, 1)
     taking = (SOMEWHERE, None, PRIORITIES.index("choice"), None, 0, 0, 0, 64, 2, 16, 8)
     choosing = slots.end("launch_choose", SOMEWHERE, 64, 16, 2, SOMEWHERE, only_list=1)

@@ -66,8 +66,6 @@ def sites() -> list[Site]:
 
 
 SITES = sites()
-ONE_BARRIER = next(i for i, site in enumerate(SITES) if site.file == "slots.cu" and site.text == "__syncthreads()")
-ONE_ATOMIC = next(i for i, site in enumerate(SITES) if site.file == "slots.cu" and site.text == "atomicAdd")
 
 
 def build_slots() -> Kernels:
@@ -90,13 +88,13 @@ def take_slots(kernels: Kernels, priority: str, num_tokens: int, num_experts: in
 TAKEN = [("choice", 20), ("choice", 261), ("token", 261), ("score", 261), ("score", 520)]
 
 
-@pytest.mark.slow
-@sampled(("priority", "num_tokens"), TAKEN, kept=[0])
+@pytest.mark.daily("kernels without a race", 3)
+@pytest.mark.parametrize(("priority", "num_tokens"), TAKEN)
 def test_slots_are_taken_without_a_race(priority: str, num_tokens: int) -> None:
     take_slots(build_slots(), priority, num_tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("kernels without a race", 3)
 @pytest.mark.parametrize("num_segments", [None, 3])
 @pytest.mark.parametrize("capacity", [0, 2])
 def test_rows_are_numbered_without_a_race(num_segments: int | None, capacity: int) -> None:
@@ -109,7 +107,7 @@ def test_rows_are_numbered_without_a_race(num_segments: int | None, capacity: in
     assert int(expected.fault) == (3 if capacity else 1)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("kernels without a race", 3)
 @pytest.mark.parametrize("num_experts", [3, 33])
 def test_experts_are_chosen_without_a_race(num_experts: int) -> None:
     scores_SE = random_rows(19, num_experts, torch.float32)
@@ -117,7 +115,7 @@ def test_experts_are_chosen_without_a_race(num_experts: int) -> None:
     assert torch.equal(experts_KS, scores_SE.topk(3).indices.t())
 
 
-@pytest.mark.slow
+@pytest.mark.daily("kernels without a race", 3)
 @pytest.mark.parametrize(("dtype", "wire"), list(itertools.product(DTYPES, DTYPES)), ids=str)
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 def test_rows_are_moved_without_a_race(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
@@ -133,7 +131,7 @@ def test_rows_are_moved_without_a_race(dtype: torch.dtype, wire: torch.dtype, wi
     kernels.restore_backward(random_rows(num_tokens, width, wire, 3), y_NM, slots_KS, weights_KS)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("kernels without a race", 3)
 def test_gated_products_are_computed_without_a_race() -> None:
     x_RF, dh_RH = (random_rows(3, width, torch.bfloat16) for width in (2 * WIDTHS["packs"], WIDTHS["packs"]))
     dx_RF, h_RH = build("gated.cu", RACING).gated(x_RF, dh_RH, "silu", True, 0.0, 0.0)
@@ -176,7 +174,7 @@ def call_without(site: Site) -> Ended:
     return ended[-1]
 
 
-@sampled("site", SITES, kept=[ONE_BARRIER, ONE_ATOMIC], ids=str)
+@sampled("site", SITES, drawn=2, ids=str)
 def test_without_any_barrier_or_atomic_a_race_is_reported_with_its_lines(site: Site) -> None:
     ended = call_without(site)
     assert ended.status == SANITIZED_STATUS, f"no race without {site}: is it needed? {ended.stderr}"

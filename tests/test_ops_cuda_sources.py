@@ -33,7 +33,7 @@ def nvcc_for(architecture: str) -> str:
     return nvcc
 
 
-@sampled("architecture", ARCHITECTURES, kept=[-1])
+@sampled("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: path.name)
 def test_every_kernel_compiles_within_its_budget_of_registers(kernel: Path, architecture: str, tmp_path: Path) -> None:
     command = [nvcc_for(architecture), "-std=c++17", "-O3", "--fmad=false", f"-arch={architecture}"]
@@ -69,47 +69,20 @@ def checked_syntax(source: Path, standard: str, folder: Path) -> subprocess.Comp
     left_out.parent.mkdir(parents=True, exist_ok=True)
     left_out.touch()
     theirs = [*cpp_extension.include_paths(), str(headers), *([] if torch.version.cuda else [str(folder)])]
-    command = [
-        compiler,
-        f"-std={standard}",
-        "-fsyntax-only",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        f"-I{FOLDER}",
-        f"-I{INCLUDES}",
-    ]
+    command = [compiler, f"-std={standard}", "-fsyntax-only", "-Wall", "-Wextra", "-Werror"]
+    command += [f"-I{FOLDER}", f"-I{INCLUDES}"]
     for each in theirs:
         command += ["-isystem", each]
     return subprocess.run([*command, str(source)], capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow
-@sampled("standard", ("c++17", "c++20"), kept=[-1])
+@pytest.mark.daily("bindings by torch's headers", 1)
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
 def test_the_bindings_are_right_by_torchs_headers(standard: str, tmp_path: Path) -> None:
     done = checked_syntax(FOLDER / "bindings.cpp", standard, tmp_path)
     if standard == "c++17" and "C++20" in done.stderr:
         pytest.skip("this torch wants C++20")
     assert done.returncode == 0, done.stderr
-
-
-ERRORS = {
-    "an argument left out": ("slots.size(0), num_slots,\n", "num_slots,\n"),
-    "a method that does not exist": ("x.contiguous()", "x.contigous()"),
-    "a variable that nobody reads": ('  check_rows(op, "x", x);\n', '  check_rows(op, "x", x);\n  int unread;\n'),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("edit", ERRORS.values(), ids=ERRORS)
-def test_an_error_in_the_bindings_is_found(edit: tuple[str, str], tmp_path: Path) -> None:
-    text = (FOLDER / "bindings.cpp").read_text()
-    assert edit[0] in text
-    wrong = tmp_path / "bindings.cpp"
-    wrong.write_text(text.replace(*edit, 1))
-    done = checked_syntax(wrong, "c++20", tmp_path)
-    assert done.returncode != 0
-    assert re.search(r"bindings\.cpp:\d+:\d+: error: ", done.stderr)
 
 
 def test_there_are_kernels_and_the_builder_names_them_all() -> None:

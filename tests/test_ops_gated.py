@@ -4,10 +4,12 @@ module's own function has the same bits."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,8 +21,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from ds_fsmoe.components.expert_compute.gated_forms import Gate  # noqa: E402
-from ds_fsmoe.ops import Ops, load_ops, reference  # noqa: E402
-from tests.ops_cases import assert_same_bits, compiled_ops  # noqa: E402
+from ds_fsmoe.ops import Ops, reference  # noqa: E402
+from tests.ops_cases import assert_same_bits, compiled_ops, ops_named  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LIMIT, ALPHA = 7.0, 1.702
@@ -28,12 +30,12 @@ LIMIT, ALPHA = 7.0, 1.702
 
 @pytest.fixture(params=["compiled", "plain"])
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return load_ops("plain", "cpu") if request.param == "plain" else request.getfixturevalue("compiled")
+    return ops_named(request.param)
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    return compiled_ops(tmp_path_factory)
+@pytest.fixture
+def compiled() -> Ops:
+    return compiled_ops()
 
 
 def rows(dtype: torch.dtype, width: int = 37, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -134,7 +136,7 @@ class InFloat32(Experts):
         return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)
 
 
-class Learned(nn.Module):
+class Learned(nn.SiLU):
     """An activation with a weight, which is the identity until it is trained."""
 
     def __init__(self) -> None:
@@ -142,7 +144,43 @@ class Learned(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.silu(x) * self.weight
+        return super().forward(x) * self.weight
+
+
+class WithBuffer(nn.SiLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Scaled(nn.SiLU):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Slotted:
+    """It cannot be watched."""
+
+    __slots__ = ("function",)
+
+    def __init__(self) -> None:
+        self.function = F.silu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Own(Experts):
+    """A script's own function, which reads what it likes."""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up * self.scale
 
 
 MODULES = [
@@ -154,8 +192,11 @@ MODULES = [
     (ClampedBehind(nn.SiLU(), limit=LIMIT), ("clamped_silu", False)),
     (Swish(None, limit=LIMIT, alpha=ALPHA), ("swish_of_clamped", True)),
     (Experts(nn.ReLU()), None),
-    (Experts(Learned()), None),
     (InFloat32(nn.SiLU()), None),
+    # Only activations whose settings say what they do have a form.
+    *((Experts(act), None) for act in (Learned(), WithBuffer(), Scaled(), Slotted(), nn.Sequential(nn.SiLU()))),
+    (Experts(lambda x: F.silu(x)), None),
+    (Own(nn.SiLU(), scale=3.0), None),
 ]
 
 
@@ -176,29 +217,39 @@ def test_the_form_with_a_modules_bits_is_found_or_torchs_way_stays(ops: Ops, mod
     assert_same_bits(h_RH, own_RH.detach())
 
 
-def test_another_limit_or_function_is_looked_up_anew(compiled: Ops) -> None:
-    module = Clamped(nn.SiLU(), limit=LIMIT)
+def anew(name: str, value: Any, of: str = "act_fn") -> Callable[[nn.Module], None]:
+    return lambda module: setattr(getattr(module, of) if of else module, name, value)
+
+
+CHANGES: dict[str, tuple[nn.Module, Callable[[nn.Module], None], tuple | None]] = {
+    "its limit": (Clamped(nn.SiLU(), limit=LIMIT), anew("limit", 2.0, ""), ("silu_of_clamped", False, 2.0, 0.0)),
+    "its activation": (Experts(nn.SiLU()), anew("act_fn", nn.ReLU(), ""), None),
+    "its function": (Experts(nn.SiLU()), anew("_apply_gate", lambda x: x.chunk(2, dim=-1)[0], ""), None),
+    "a forward of the activation": (Experts(nn.SiLU()), anew("forward", lambda x: 2 * F.silu(x)), None),
+    "a setting of the activation": (Experts(nn.GELU()), anew("approximate", "tanh"), ("gelu_tanh", False, 0.0, 0.0)),
+    "its mode": (Experts(nn.GELU()), lambda module: module.eval(), ("gelu", False, 0.0, 0.0)),
+}
+
+
+@pytest.mark.parametrize(("module", "change", "expected"), CHANGES.values(), ids=CHANGES)
+def test_what_changes_in_a_module_is_looked_at(compiled: Ops, module, change, expected) -> None:
+    module = copy.deepcopy(module)
     gate, (x_RF, _) = Gate(module, True, compiled), rows(torch.float32)
-    assert gate.form(x_RF) == ("silu_of_clamped", False, LIMIT, 0.0)
-    module.limit = 2.0
-    assert gate.form(x_RF) == ("silu_of_clamped", False, 2.0, 0.0)
+    assert gate.form(x_RF) is not None
+    change(module)
+    assert gate.form(x_RF) == expected
     assert_same_bits(gate.forward(x_RF), module._apply_gate(x_RF))
-    module.act_fn = nn.ReLU()
-    assert gate.form(x_RF) is None
-    module.act_fn = nn.SiLU()
-    module._apply_gate = lambda gate_up: gate_up.chunk(2, dim=-1)[0]
-    assert gate.form(x_RF) is None
-    assert_same_bits(gate.forward(x_RF), x_RF.chunk(2, dim=-1)[0])
 
 
-def test_a_hook_on_the_activation_is_called(compiled: Ops) -> None:
+def test_hooks_on_the_activation_and_on_all_modules_are_called(compiled: Ops) -> None:
     module, calls = Experts(nn.SiLU()), []
     gate, (x_RF, _) = Gate(module, True, compiled), rows(torch.float32)
     gate.forward(x_RF)
-    handle = module.act_fn.register_forward_hook(lambda *_: calls.append(None))
-    gate.forward(x_RF)
-    assert len(calls) == 1
-    handle.remove()
+    for put in (module.act_fn.register_forward_hook, nn.modules.module.register_module_forward_hook):
+        handle = put(lambda called, *_: calls.append(type(called)))
+        gate.forward(x_RF)
+        handle.remove()
+    assert calls == [nn.SiLU, nn.SiLU]
     assert gate.form(x_RF) is not None
 
 
@@ -224,92 +275,6 @@ def test_what_is_remembered_keeps_no_module(compiled: Ops) -> None:
     del module, kept
     gc.collect()
     assert known() is None
-
-
-def test_an_activation_that_cannot_be_watched_is_looked_up_each_time(compiled: Ops) -> None:
-    class Slotted:
-        __slots__ = ("function",)
-
-        def __call__(self, x: Tensor) -> Tensor:
-            return self.function(x)
-
-    x_RF, _ = rows(torch.float32)
-    act = Slotted()
-    act.function = F.silu
-    assert Gate(Experts(act), True, compiled).form(x_RF) is None
-
-
-class Own(Experts):
-    """A script's own function, which reads what it likes."""
-
-    def _apply_gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up * self.scale
-
-
-class Scaled(nn.SiLU):
-    scale = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class WithBuffer(nn.SiLU):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("factor", torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.factor
-
-
-@pytest.mark.parametrize(
-    "act", [Scaled(), WithBuffer(), nn.Sequential(nn.SiLU()), lambda x: F.silu(x)], ids=lambda each: type(each).__name__
-)
-def test_only_activations_whose_settings_say_what_they_do_have_a_form(compiled: Ops, act: Any) -> None:
-    x_RF, _ = rows(torch.float32)
-    assert Gate(Experts(act), True, compiled).form(x_RF) is None
-
-
-def test_a_scripts_own_function_stays_torchs(compiled: Ops) -> None:
-    x_RF, _ = rows(torch.float32)
-    module = Own(nn.SiLU(), scale=1.0)
-    gate = Gate(module, True, compiled)
-    assert gate.form(x_RF) is None
-    module.scale = 3.0
-    assert_same_bits(gate.forward(x_RF), module._apply_gate(x_RF))
-
-
-def test_a_forward_put_on_an_activation_is_run(compiled: Ops) -> None:
-    x_RF, _ = rows(torch.float32)
-    module = Experts(nn.SiLU())
-    gate = Gate(module, True, compiled)
-    assert gate.form(x_RF) is not None
-    module.act_fn.forward = lambda x: 2 * F.silu(x)
-    assert gate.form(x_RF) is None
-    assert_same_bits(gate.forward(x_RF), module._apply_gate(x_RF))
-
-
-def test_a_setting_of_the_module_or_its_activation_that_changes_is_looked_at(compiled: Ops) -> None:
-    x_RF, _ = rows(torch.float32)
-    module = Experts(nn.GELU())
-    gate = Gate(module, True, compiled)
-    assert gate.form(x_RF)[0] == "gelu"
-    module.act_fn.approximate = "tanh"
-    assert gate.form(x_RF)[0] == "gelu_tanh"
-    module.eval()
-    assert gate.form(x_RF)[0] == "gelu_tanh"
-
-
-def test_hooks_on_all_modules_see_the_activation(compiled: Ops) -> None:
-    x_RF, _ = rows(torch.float32)
-    calls: list[Any] = []
-    gate = Gate(Experts(nn.SiLU()), True, compiled)
-    gate.forward(x_RF)
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: calls.append(type(module)))
-    gate.forward(x_RF)
-    handle.remove()
-    assert calls == [nn.SiLU]
 
 
 def test_a_default_device_changes_nothing(compiled: Ops) -> None:

@@ -12,23 +12,17 @@ pytest.importorskip("deepspeed")
 
 from torch import Tensor  # noqa: E402
 
-from ds_fsmoe.ops import Ops, load_ops  # noqa: E402
-from tests.ops_cases import compiled_ops  # noqa: E402
+from ds_fsmoe.ops import Ops  # noqa: E402
+from tests.ops_cases import EVERY_OPS, compiled_ops, ops_named  # noqa: E402
 
 # (S, E, K, C): no token, no choice, one of each; more experts than tokens; several places of an expert.
 SHAPES_SEKC = [(0, 3, 2, 1), (5, 3, 0, 1), (1, 1, 1, 1), (13, 3, 2, 1), (541, 7, 2, 1), (37, 384, 8, 1), (64, 5, 3, 4)]
 SEGMENTS = [None, [1.0], [0.25, 0.25, 0.9, 1.0], [k / 30 for k in range(1, 31)]]
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    return compiled_ops(tmp_path_factory)
-
-
-@pytest.fixture(params=["reference", "plain", "compiled"])
+@pytest.fixture(params=EVERY_OPS)
 def ops(request: pytest.FixtureRequest) -> Ops:
-    name = request.param
-    return request.getfixturevalue("compiled") if name == "compiled" else load_ops(name, "cpu")
+    return ops_named(request.param)
 
 
 def numbered(
@@ -99,7 +93,7 @@ def test_a_segment_may_number_its_experts_in_its_own_steps(ops: Ops) -> None:
     assert found.counts_V.tolist() == counts == [1, 1, 1, 1, 0, 0, 1, 0, 1]
 
 
-def test_what_does_not_fit_is_refused(compiled: Ops) -> None:
+def test_what_does_not_fit_is_refused() -> None:
     good = torch.zeros(2, 3, dtype=torch.int64)
     for arguments, match in (
         ((good[0], 2), r"choices must be \[K, S\]"),
@@ -110,10 +104,11 @@ def test_what_does_not_fit_is_refused(compiled: Ops) -> None:
         ((good, 2, 1, None, good[0]), r"limits must be int64 and \[2\]"),
     ):
         with pytest.raises(RuntimeError, match=match):
-            compiled.number_rows(*arguments)
+            compiled_ops().number_rows(*arguments)
 
 
-def test_torch_is_told_the_truth_about_the_operator(compiled: Ops) -> None:
+def test_torch_is_told_the_truth_about_the_operator() -> None:
+    assert compiled_ops().name == "compiled"
     choices_KS = drawn((13, 3, 2, 1))
     segments_3T = torch.tensor([[5, 13], [0, 1], [2, 2]])
     torch.library.opcheck(torch.ops.fsmoe.number_rows.default, (choices_KS, 3, 1, segments_3T, torch.full((3,), 9)))

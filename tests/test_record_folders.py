@@ -97,43 +97,26 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_a_folder_in_which_another_job_records_is_refused_on_every_rank(
+def test_a_folder_that_cannot_be_taken_is_refused_on_every_rank_and_stays_as_it_is(
     enabled: bool, outcome: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, (one, other) = outcome
-    assert one[f"owned record, {enabled}"] == other[f"owned record, {enabled}"]
+    for what in (f"owned record, {enabled}", "owned routes", f"mine, {enabled}"):
+        assert one[what] == other[what]
+    # Another job records there.
     assert f'fsmoe.record.dir = "{folder / "record"}": process {os.getpid()} on' in one[f"owned record, {enabled}"]
     assert not (folder / "record" / RUN).exists()
-
-
-def test_a_folder_in_which_another_job_records_routing_is_refused_on_every_rank(
-    outcome: tuple[Path, list[dict[str, Any]]],
-) -> None:
-    folder, (one, other) = outcome
-    assert one["owned routes"] == other["owned routes"]
+    # Another job records routing.
     assert "fsmoe.routing.record" in one["owned routes"]
     assert f"process {os.getpid()} on" in one["owned routes"]
     assert (folder / "routes" / "rank_00000.0000.npy").read_text() == "another job's"
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_files_that_no_run_has_left_are_named_and_stay(
-    enabled: bool, outcome: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    folder, (one, other) = outcome
-    assert one[f"mine, {enabled}"] == other[f"mine, {enabled}"]
+    # There are files that no run has left.
     assert "contains plans.json, cluster.json, which are not from a recorded run" in one[f"mine, {enabled}"]
     assert {name: (folder / "mine" / name).read_text() for name in MINE} == MINE
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_trace_that_one_rank_cannot_write_is_refused_on_every_rank(
-    enabled: bool, outcome: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    one, other = (each[f"trace, {enabled}"] for each in outcome[1])
-    assert one.startswith("fsmoe.trace.path = ")
+    # One rank cannot write a trace.
+    assert one[f"trace, {enabled}"].startswith("fsmoe.trace.path = ")
     for each in (one, other):
-        assert "rank 1: cannot be written to" in each
+        assert "rank 1: cannot be written to" in each[f"trace, {enabled}"]
 
 
 def test_folders_are_held_while_a_job_writes_there_and_released_with_its_engine(

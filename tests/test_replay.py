@@ -26,8 +26,8 @@ from tests.test_hugging_face import ds_config, engine_of
 STEPS, LENGTH, K, LAYERS, EXPERTS = 2, 16, 2, 2, 4
 KINDS = ("none", "reentrant", "saved", "deepspeed")
 """Of activation checkpointing: none, torch's two, DeepSpeed's."""
-Jobs = list[tuple[str, int, str]]
-"""Model, stage and kind of checkpointing of each."""
+Job = tuple[str, int, str]
+"""Model, stage and kind of checkpointing."""
 
 
 def engine(model: str, stage: int, kind: str, rank: int, accumulation: int = 1, **routing: Any) -> Any:
@@ -96,99 +96,94 @@ def router_gradients(made: Any) -> list[float]:
     ]
 
 
-def replays(rank: int, world_size: int, folder: str, jobs: Jobs) -> list[str]:
+def replays(rank: int, world_size: int, folder: str, job: Job) -> list[str]:
     """What is not as it should be."""
-    said = []
-    for job in jobs:
-        model = job[0]
-        place = f"{folder}/{'-'.join(map(str, job))}"
-        made = engine(*job, rank, accumulation=2, record=place, weights=True)
-        recorded = train(made, rank)
-        made.destroy()
-        made = engine(*job, rank, accumulation=2, replay=place, record=f"{place}-again")
-        if (found := train(made, rank)) != recorded:
-            said.append(f"{job}: losses {found} of the replayed run, and {recorded} of the recorded one")
-        made.destroy()
-        first, again = read_routing(place), read_routing(f"{place}-again")
-        if first.steps != (0, 1) or first.micro_batches(1, rank) != 2 or first.problems:
-            said.append(f"{job}: steps {first.steps}, {first.micro_batches(1, rank)} micro-batches, {first.problems}")
-        mine = [key for key in first if key[0] == rank]
-        if len(mine) != STEPS * 2 * LAYERS or mine != [key for key in again if key[0] == rank]:
-            said.append(f"{job}: recorded are {mine}")
-        for key in mine:
-            if not np.array_equal(first.choices(*key).indices_SK, again.choices(*key).indices_SK):
-                said.append(f"{job}: choices {key} differ when they are replayed")
-            if first.choices(*key).weights_SK.shape != first.choices(*key).indices_SK.shape:
-                said.append(f"{job}: weights of {key} have another shape")
+    said, model = [], job[0]
+    made = engine(*job, rank, accumulation=2, record=f"{folder}/first", weights=True)
+    recorded = train(made, rank)
+    made.destroy()
+    made = engine(*job, rank, accumulation=2, replay=f"{folder}/first", record=f"{folder}/again")
+    if (found := train(made, rank)) != recorded:
+        said.append(f"losses {found} of the replayed run, and {recorded} of the recorded one")
+    made.destroy()
+    first, again = read_routing(f"{folder}/first"), read_routing(f"{folder}/again")
+    if first.steps != (0, 1) or first.micro_batches(1, rank) != 2 or first.problems:
+        said.append(f"steps {first.steps}, {first.micro_batches(1, rank)} micro-batches, {first.problems}")
+    mine = [key for key in first if key[0] == rank]
+    if len(mine) != STEPS * 2 * LAYERS or mine != [key for key in again if key[0] == rank]:
+        said.append(f"recorded are {mine}")
+    for key in mine:
+        if not np.array_equal(first.choices(*key).indices_SK, again.choices(*key).indices_SK):
+            said.append(f"choices {key} differ when they are replayed")
+        if first.choices(*key).weights_SK.shape != first.choices(*key).indices_SK.shape:
+            said.append(f"weights of {key} have another shape")
 
-        drifted = some_choice(rank, num_tokens(model, rank))
-        made = engine(*job, rank, record=f"{place}-drifted")
-        made.fsmoe.replay(drifted)
-        made.backward(forward(made, 0, rank))
-        gradients = router_gradients(made)
-        if len(gradients) != LAYERS or not min(gradients) > 1e-6:
-            said.append(f"{job}: gradients of routers are {gradients} with drifted choices")
-        made.step()
-        made.destroy()
-        if not np.array_equal(read_routing(f"{place}-drifted").stacked(rank, 0), drifted):
-            said.append(f"{job}: it did not go by the choice that was given")
+    drifted = some_choice(rank, num_tokens(model, rank))
+    made = engine(*job, rank, record=f"{folder}/drifted")
+    made.fsmoe.replay(drifted)
+    made.backward(forward(made, 0, rank))
+    gradients = router_gradients(made)
+    if len(gradients) != LAYERS or not min(gradients) > 1e-6:
+        said.append(f"gradients of routers are {gradients} with drifted choices")
+    made.step()
+    made.destroy()
+    if not np.array_equal(read_routing(f"{folder}/drifted").stacked(rank, 0), drifted):
+        said.append("it did not go by the choice that was given")
     return said
 
 
-ALL_JOBS: Jobs = [(model, stage, kind) for model in ("stock", "qwen3_moe") for stage in (0, 2, 3) for kind in KINDS]
-ALL_JOBS = [each for each in ALL_JOBS if each[:2] not in (("stock", 3), ("qwen3_moe", 0))]
-SAMPLE: Jobs = [("stock", 2, "none"), ("qwen3_moe", 3, "saved")]
+STAGES = [("stock", 0), ("stock", 2), ("qwen3_moe", 2), ("qwen3_moe", 3)]
+JOBS: list[Job] = [(*each, kind) for each in STAGES for kind in KINDS]
 
 
-@sampled("jobs", [SAMPLE, ALL_JOBS], kept=[0])
+@sampled("job", JOBS, ids=str)
 def test_a_replayed_run_has_the_choices_and_losses_of_the_recorded_one_and_routers_learn(
-    jobs: Jobs, tmp_path: Path
+    job: Job, tmp_path: Path
 ) -> None:
-    found = run_on_ranks(replays, 2, tmp_path, str(tmp_path / "routing"), jobs)
-    assert [each for of_rank in found for each in of_rank] == []
+    assert run_on_ranks(replays, 2, tmp_path / "ranks", str(tmp_path), job) == [[], []]
 
 
-def runs_again(rank: int, world_size: int, jobs: Jobs) -> list[str]:
+def runs_again(rank: int, world_size: int, job: Job) -> list[str]:
     """Routers are changed between a forward and its backward, so that they would choose others when they run again."""
-    said = []
-    for job in jobs:
-        made = engine(*job, rank)
-        seen: dict[bool, list[torch.Tensor]] = {False: [], True: []}
+    made = engine(*job, rank)
+    seen: dict[bool, list[torch.Tensor]] = {False: [], True: []}
 
-        def see(call: Any, seen: dict = seen) -> None:
-            gate = call.gate
+    def see(call: Any) -> None:
+        gate = call.gate
 
-            def told(*args: Any) -> Any:
-                routing = gate(*args)
-                seen[torch._C._current_graph_task_id() != -1].append(routing.chosen().clone())
-                return routing
+        def told(*args: Any) -> Any:
+            routing = gate(*args)
+            seen[torch._C._current_graph_task_id() != -1].append(routing.chosen().clone())
+            return routing
 
-            call.gate = told
+        call.gate = told
 
-        made.fsmoe.running.instruments.append(see)
-        # Two forwards before a backward: the last comes first when they run again.
-        losses = [forward(made, number, rank) for number in range(2)]
-        with torch.no_grad():
-            for name, each in made.module.named_parameters():
-                if name.endswith(("mlp.gate.weight", "gate.wg.weight")):
-                    each.data = -each.data
-        made.backward(sum(losses))
-        first, again = seen[False], seen[True]
-        by_forward = again[LAYERS:] + again[:LAYERS]
-        order = [*by_forward[:LAYERS][::-1], *by_forward[LAYERS:][::-1]]
-        if len(first) != 2 * LAYERS or len(again) != 2 * LAYERS or not all(map(torch.equal, first, order)):
-            said.append(f"{job}: {len(again)} of {len(first)} run again, or by other choices")
-        made.destroy()
-    return said
+    made.fsmoe.running.instruments.append(see)
+    # Two forwards before a backward: the last comes first when they run again.
+    losses = [forward(made, number, rank) for number in range(2)]
+    with torch.no_grad():
+        for name, each in made.module.named_parameters():
+            if name.endswith(("mlp.gate.weight", "gate.wg.weight")):
+                each.data = -each.data
+    made.backward(sum(losses))
+    first, again = seen[False], seen[True]
+    by_forward = again[LAYERS:] + again[:LAYERS]
+    order = [*by_forward[:LAYERS][::-1], *by_forward[LAYERS:][::-1]]
+    made.destroy()
+    if len(first) != 2 * LAYERS or len(again) != 2 * LAYERS or not all(map(torch.equal, first, order)):
+        return [f"{len(again)} of {len(first)} run again, or by other choices"]
+    return []
 
 
 # At ZeRO 1 to 3 DeepSpeed takes no two forwards into one backward under reentrant checkpointing.
-AGAIN: Jobs = [(model, 0, kind) for model in ("stock", "qwen3_moe") for kind in KINDS[1:]]
+AGAIN: list[Job] = [(model, 0, kind) for model in ("stock", "qwen3_moe") for kind in KINDS[1:]]
 
 
-def test_a_forward_that_runs_again_routes_as_it_did_even_if_routers_have_changed_since(tmp_path: Path) -> None:
-    found = run_on_ranks(runs_again, 2, tmp_path, AGAIN)
-    assert [each for of_rank in found for each in of_rank] == []
+@sampled("job", AGAIN, drawn=2, ids=str)
+def test_a_forward_that_runs_again_routes_as_it_did_even_if_routers_have_changed_since(
+    job: Job, tmp_path: Path
+) -> None:
+    assert run_on_ranks(runs_again, 2, tmp_path, job) == [[], []]
 
 
 def sides(rank: int, world_size: int) -> list[str]:
@@ -226,11 +221,6 @@ def sides(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_choices_come_as_array_tensor_or_list_and_tokens_may_choose_by_themselves(tmp_path: Path) -> None:
-    found = run_on_ranks(sides, 2, tmp_path)
-    assert [each for of_rank in found for each in of_rank] == []
-
-
 def all_layers(rank: int, world_size: int) -> list[str]:
     """A model whose first layer has no experts, with choices of all its layers, as sampling engines return them."""
     from tests import hf_families
@@ -252,14 +242,8 @@ def all_layers(rank: int, world_size: int) -> list[str]:
     return [] if found[0] == found[1] != live else [f"losses {found}, {live} by itself"]
 
 
-def test_choices_of_all_layers_are_taken_where_the_first_has_no_experts(tmp_path: Path) -> None:
-    found = run_on_ranks(all_layers, 2, tmp_path)
-    assert [each for of_rank in found for each in of_rank] == []
-
-
-def wrong(rank: int, world_size: int, folder: str) -> list[str]:
+def wrong(rank: int, world_size: int, folder: str) -> None:
     """What is wrong on rank 1 alone ends on both."""
-    said = []
     for model in ("stock", "qwen3_moe"):
         made = engine(model, 0, "none", rank, record=f"{folder}/{model}")
         train(made, rank, steps=1)
@@ -297,12 +281,10 @@ def wrong(rank: int, world_size: int, folder: str) -> list[str]:
     for place, error in ((f"{folder}/nothing", "no such folder or file"), (f"{folder}/stock", "with another model")):
         with pytest.raises(ConfigError, match=f"fsmoe.routing.replay = .*{error}"):
             engine("qwen3_moe", 0, "none", rank, replay=place)
-    return said
 
 
 def test_choices_that_do_not_fit_are_one_error_on_all_ranks(tmp_path: Path) -> None:
-    found = run_on_ranks(wrong, 2, tmp_path, str(tmp_path / "routing"))
-    assert [each for of_rank in found for each in of_rank] == []
+    run_on_ranks(wrong, 2, tmp_path, str(tmp_path / "routing"))
 
 
 def goes_on(rank: int, world_size: int, folder: str) -> list[str]:
@@ -330,8 +312,7 @@ def goes_on(rank: int, world_size: int, folder: str) -> list[str]:
 
 
 def test_a_job_that_goes_on_adds_to_its_recording_and_a_full_disk_ends_no_training(tmp_path: Path) -> None:
-    found = run_on_ranks(goes_on, 2, tmp_path, str(tmp_path / "routing"))
-    assert [each for of_rank in found for each in of_rank] == []
+    assert run_on_ranks(goes_on, 2, tmp_path, str(tmp_path / "routing")) == [[], []]
 
 
 def without_a_batch(rank: int, world_size: int, folder: str) -> list[str]:
@@ -351,6 +332,9 @@ def without_a_batch(rank: int, world_size: int, folder: str) -> list[str]:
     return [] if losses[0] == losses[1] else [f"losses {losses}"]
 
 
-def test_a_rank_without_a_batch_takes_part_in_a_replayed_forward(tmp_path: Path) -> None:
-    found = run_on_ranks(without_a_batch, 2, tmp_path, str(tmp_path / "routing"))
-    assert [each for of_rank in found for each in of_rank] == []
+def other_uses(rank: int, world_size: int, folder: str) -> list[str]:
+    return sides(rank, world_size) + all_layers(rank, world_size) + without_a_batch(rank, world_size, folder)
+
+
+def test_choices_come_in_any_form_for_some_layers_ranks_and_tokens_and_without_a_batch(tmp_path: Path) -> None:
+    assert run_on_ranks(other_uses, 2, tmp_path / "ranks", str(tmp_path / "routing")) == [[], []]

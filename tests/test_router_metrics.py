@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import csv
 import math
-import pkgutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fsmoe.components import gates
-from ds_fsmoe.components.gate import entropy_of
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.observing.instruments import LayerCall
@@ -91,11 +88,15 @@ def written(folder: Path, level: str, name: str) -> dict[int, float]:
     return {int(samples): float(value) for samples, value in rows}
 
 
-def test_tokens_of_experts_are_those_of_all_ranks_and_micro_batches(folder: Path, said: dict[str, Any]) -> None:
+def test_tokens_of_experts_are_those_of_all_ranks_and_micro_batches_of_every_nth_step(
+    folder: Path, said: dict[str, Any]
+) -> None:
+    a_step = 2 * ACCUMULATION * BATCH
+    assert list(written(folder, "brief", "expert_tokens_mean")) == [2 * a_step, 4 * a_step]
     for index in range(2):
         for step in (1, 3):
             counts_E = sum(each["counts"][step][index] for each in said["detailed"]).double()
-            samples = (step + 1) * 2 * ACCUMULATION * BATCH
+            samples = (step + 1) * a_step
             assert written(folder, "detailed", f"L0{index}_expert_tokens_mean")[samples] == counts_E.mean()
             assert written(folder, "detailed", f"L0{index}_expert_tokens_max")[samples] == counts_E.max()
             variation = counts_E.std(correction=0) / counts_E.mean()
@@ -104,21 +105,14 @@ def test_tokens_of_experts_are_those_of_all_ranks_and_micro_batches(folder: Path
             )
 
 
-def test_only_every_nth_step_is_looked_at_and_evaluations_are_not(folder: Path, said: dict[str, Any]) -> None:
-    a_step = 2 * ACCUMULATION * BATCH
-    assert list(written(folder, "brief", "expert_tokens_mean")) == [2 * a_step, 4 * a_step]
-
-
-def test_dropped_choices_are_counted(folder: Path, said: dict[str, Any]) -> None:
+def test_dropped_choices_are_counted_and_auxiliary_losses_added_up_over_layers(
+    folder: Path, said: dict[str, Any]
+) -> None:
     for samples, step in ((24, 1), (48, 3)):
         asked = sum(int(each["counts"][step][index].sum()) for each in said["brief"] for index in range(2))
         placed = sum(each["kept"][step][index] for each in said["brief"] for index in range(2))
         assert 0 < placed < asked
         assert written(folder, "brief", "dropped_share")[samples] == pytest.approx(1 - placed / asked)
-
-
-def test_auxiliary_losses_are_added_up_over_layers(folder: Path, said: dict[str, Any]) -> None:
-    for samples, step in ((24, 1), (48, 3)):
         mean = sum(sum(each["aux"][step]) for each in said["brief"]) / 2
         assert written(folder, "brief", "aux_loss")[samples] == pytest.approx(mean, rel=1e-5)
 
@@ -151,17 +145,6 @@ def counted(metrics: RouterMetrics, gate: Any, *, is_training: bool = True) -> A
     return call.gate
 
 
-def test_tokens_that_several_ranks_have_are_counted_once() -> None:
-    metrics = RouterMetrics({"L00": (5, 2)}, torch.device("cpu"))
-    gate = lookup("gate", "switch")()
-    gate.build_once(7, 5)
-    metrics.listen({"L00": gate})
-    for _ in range(2):
-        counted(metrics, gate)(torch.randn(11, 7))
-    load = metrics.read({"L00": gate})["L00"]
-    assert sum(load.tokens_E) == load.asked == 11
-
-
 def test_a_users_gate_may_give_its_loss_as_a_number_and_no_counts() -> None:
     metrics = RouterMetrics({"L00": (2, 1)}, torch.device("cpu"))
     metrics.listen({})
@@ -178,32 +161,15 @@ def test_an_unknown_level_is_refused_with_the_choices() -> None:
         read_block({"fsmoe": {"enabled": True, "metrics": "all"}})
 
 
-@pytest.mark.parametrize("name", sorted(module.name for module in pkgutil.iter_modules(gates.__path__)))
-def test_every_gate_says_its_entropy_when_asked_and_only_then(name: str) -> None:
-    gate = lookup("gate", name)()
-    gate.build_once(7, 5)
-    x_SM = torch.randn(11, 7)
-    assert gate(x_SM).entropy is None
-    gate.says_entropy = True
-    entropy = gate(x_SM).entropy
-    assert 0 < float(entropy) <= math.log(5) + 1e-6
-    assert not entropy.requires_grad
-
-
-def test_entropy_is_the_mean_over_tokens_that_take_part() -> None:
-    probs_SE = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25], [0.5, 0.5, 0.0, 0.0]])
-    assert float(entropy_of(probs_SE, None)) == pytest.approx((math.log(4) + math.log(2)) / 3)
-    assert float(entropy_of(3 * probs_SE, torch.tensor([True, True, False]))) == pytest.approx(math.log(4) / 2)
-
-
-def test_no_counting_goes_on_where_nobody_listens() -> None:
-    metrics = RouterMetrics({"L00": (5, 1)}, torch.device("cpu"))
+def test_no_counting_goes_on_where_nobody_listens_and_tokens_that_two_ranks_have_count_once() -> None:
+    metrics = RouterMetrics({"L00": (5, 2)}, torch.device("cpu"))
     gate = lookup("gate", "switch")()
     gate.build_once(7, 5)
     assert counted(metrics, gate) is gate
     metrics.listen({"L00": gate})
     assert counted(metrics, gate, is_training=False) is gate
-    counted(metrics, gate)(torch.randn(11, 7))
+    for _ in range(2):
+        counted(metrics, gate)(torch.randn(11, 7))
     load = metrics.read({"L00": gate})["L00"]
     assert sum(load.tokens_E) == load.asked == 11
     assert not gate.says_entropy

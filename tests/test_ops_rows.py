@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrange and restore: the reference against a loop, and the compiled ops against the reference."""
+"""Arrange, restore and the row gather: their definitions as loops, and what every set of ops has in common.
+
+That compiled ops equal the reference is in test_gpu_ops.py.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ pytest.importorskip("deepspeed")
 from torch import Tensor  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
-from ds_fsmoe.ops import Ops, load_ops  # noqa: E402
+from ds_fsmoe.ops import Ops  # noqa: E402
 from tests.ops_cases import (  # noqa: E402
     DTYPES,
+    EVERY_OPS,
     SHAPES_SMKN,
     assert_same_bits,
     compiled_ops,
+    ops_named,
     random_rows,
     random_slots,
 )
@@ -28,32 +33,14 @@ from tests.ops_cases import (  # noqa: E402
 FP32, FP64, BF16, FP16 = DTYPES
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Ops:
-    return compiled_ops(tmp_path_factory)
-
-
-@pytest.fixture
-def reference() -> Ops:
-    return load_ops("reference", "cpu")
-
-
-@pytest.fixture
-def plain() -> Ops:
-    return load_ops("plain", "cpu")
-
-
-@pytest.fixture(params=["reference", "plain", "compiled"])
+@pytest.fixture(params=EVERY_OPS)
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return request.getfixturevalue(request.param)
+    return ops_named(request.param)
 
 
-def arranged(ops: Ops, x_SM: Tensor, slots_KS: Tensor, num_slots: int, dtype: torch.dtype, d_out_NM: Tensor):
-    """(result, gradient of x)."""
-    x_SM = x_SM.detach().requires_grad_()
-    out_NM = ops.arrange(x_SM, slots_KS, num_slots, dtype)
-    out_NM.backward(d_out_NM)
-    return out_NM.detach(), x_SM.grad
+@pytest.fixture
+def compiled() -> Ops:
+    return compiled_ops()
 
 
 def restored(ops: Ops, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor, dtype: torch.dtype, d_out_SM: Tensor):
@@ -64,16 +51,24 @@ def restored(ops: Ops, y_NM: Tensor, slots_KS: Tensor, weights_KS: Tensor, dtype
     return out_SM.detach(), y_NM.grad, weights_KS.grad
 
 
-# ---- the reference against explicit loops
+def gathered(ops: Ops, x_RM: Tensor, index_N: Tensor, dy_NM: Tensor) -> tuple[Tensor, Tensor]:
+    """(result, gradient of x)."""
+    x_RM = x_RM.detach().requires_grad_()
+    y_NM = ops.gather_rows(x_RM, index_N)
+    y_NM.backward(dy_NM)
+    return y_NM.detach(), x_RM.grad
 
 
-@pytest.mark.parametrize("shape_SMKN", SHAPES_SMKN[:5], ids=str)
-def test_reference_equals_a_loop_over_tokens(reference: Ops, shape_SMKN: tuple[int, int, int, int]) -> None:
+# ---- definitions
+
+
+@pytest.mark.parametrize("shape_SMKN", SHAPES_SMKN[:4] + SHAPES_SMKN[6:], ids=str)
+def test_the_reference_equals_loops_over_tokens_and_slots(shape_SMKN: tuple[int, int, int, int]) -> None:
     num_tokens, width, num_choices, num_slots = shape_SMKN
-    slots_KS = random_slots(num_tokens, num_choices, num_slots)
+    reference, slots_KS = ops_named("reference"), random_slots(num_tokens, num_choices, num_slots)
     x_SM, y_NM = random_rows(num_tokens, width, FP64), random_rows(num_slots, width, FP64)
     weights_KS = random_rows(num_choices, num_tokens, FP64)
-    arranged_NM, restored_SM = torch.zeros(num_slots, width, dtype=FP64), torch.zeros(num_tokens, width, dtype=FP64)
+    arranged_NM, restored_SM = torch.zeros_like(y_NM), torch.zeros_like(x_SM)
     for s, k in itertools.product(range(num_tokens), range(num_choices)):
         slot = int(slots_KS[k, s])
         if 0 <= slot < num_slots:
@@ -81,6 +76,16 @@ def test_reference_equals_a_loop_over_tokens(reference: Ops, shape_SMKN: tuple[i
             restored_SM[s] += weights_KS[k, s] * y_NM[slot]
     assert_same_bits(reference.arrange(x_SM, slots_KS, num_slots), arranged_NM)
     assert_same_bits(reference.restore(y_NM, slots_KS, weights_KS), restored_SM)
+
+    index_N = torch.randint(-2, num_tokens + 3, (num_slots,), generator=torch.Generator().manual_seed(0))
+    gathered_NM, dx_SM = torch.zeros_like(y_NM), torch.zeros_like(x_SM)
+    for slot, token in enumerate(index_N.tolist()):
+        if 0 <= token < num_tokens:
+            gathered_NM[slot] = x_SM[token]
+            dx_SM[token] += y_NM[slot]
+    found = gathered(reference, x_SM, index_N, y_NM)
+    assert_same_bits(found[0], gathered_NM)
+    assert_same_bits(found[1], dx_SM)
 
 
 def test_restore_undoes_arrange_with_one_slot_per_token(ops: Ops) -> None:
@@ -91,7 +96,7 @@ def test_restore_undoes_arrange_with_one_slot_per_token(ops: Ops) -> None:
     assert_same_bits(ops.restore(ops.arrange(x_SM, slots_KS, num_slots), slots_KS, weights_KS), x_SM)
 
 
-def test_empty_slots_are_zero_and_dropped_tokens_come_back_as_zero(ops: Ops) -> None:
+def test_empty_slots_are_zero_and_dropped_tokens_come_back_as_zero_whatever_the_others_are(ops: Ops) -> None:
     x_SM = torch.tensor([[math.inf, math.nan], [-math.inf, 1.0], [2.0, -0.0]])
     slots_KS = torch.tensor([[3, 4, 0]])
     arranged_NM = ops.arrange(x_SM, slots_KS, 4)
@@ -99,67 +104,15 @@ def test_empty_slots_are_zero_and_dropped_tokens_come_back_as_zero(ops: Ops) -> 
     # Not even a weight that is no number brings back what was dropped.
     restored_SM = ops.restore(arranged_NM, slots_KS, torch.tensor([[1.0, math.nan, 0.5]]))
     assert_same_bits(restored_SM[1:], torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+    lowest, highest = -(2**63), 2**63 - 1
+    index_N = torch.tensor([2, 3, -1, lowest, highest, 4])
+    dy_NM = torch.full((6, 2), math.nan).index_fill(0, torch.tensor([0]), 3.0)
+    y_NM, dx_SM = gathered(ops, x_SM, index_N, dy_NM)
+    assert_same_bits(y_NM, torch.cat([x_SM[2:], torch.zeros(5, 2)]))
+    assert_same_bits(dx_SM, torch.tensor([[0.0, 0.0], [0.0, 0.0], [3.0, 3.0]]))
 
 
-# ---- the compiled ops against the reference
-
-
-@pytest.mark.parametrize(("dtype", "wire"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-@pytest.mark.parametrize("shape_SMKN", SHAPES_SMKN, ids=str)
-def test_compiled_arrange_equals_reference_bit_for_bit(
-    compiled: Ops, reference: Ops, shape_SMKN: tuple[int, int, int, int], dtype: torch.dtype, wire: torch.dtype
-) -> None:
-    num_tokens, width, num_choices, num_slots = shape_SMKN
-    slots_KS = random_slots(num_tokens, num_choices, num_slots)
-    case = (random_rows(num_tokens, width, dtype), slots_KS, num_slots, wire, random_rows(num_slots, width, wire, 2))
-    out_NM, dx_SM = arranged(compiled, *case)
-    expected_out_NM, _ = arranged(reference, *case)
-    assert_same_bits(out_NM, expected_out_NM)
-    # In float32, and in the order of the slots, which is torch's when it adds up what was gathered.
-    assert_same_bits(dx_SM, reference.restore(case[-1], slots_KS, None, dtype, by_slot=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape_SMKN", SHAPES_SMKN, ids=str)
-def test_compiled_restore_equals_reference(
-    compiled: Ops, reference: Ops, shape_SMKN: tuple[int, int, int, int], dtype: torch.dtype
-) -> None:
-    num_tokens, width, num_choices, num_slots = shape_SMKN
-    slots_KS = random_slots(num_tokens, num_choices, num_slots)
-    for out_dtype, weight_dtype in itertools.product(DTYPES, (FP32, FP64)):
-        case = (
-            random_rows(num_slots, width, dtype),
-            slots_KS,
-            random_rows(num_choices, num_tokens, weight_dtype, 2),
-            out_dtype,
-            random_rows(num_tokens, width, out_dtype, 3),
-        )
-        out_SM, dy_NM, d_weights_KS = restored(compiled, *case)
-        expected_SM, expected_dy_NM, expected_d_weights_KS = restored(reference, *case)
-        assert_same_bits(out_SM, expected_SM)
-        assert_same_bits(dy_NM, expected_dy_NM)
-        by_slot = (*case[:-1], True)
-        assert_same_bits(compiled.restore(*by_slot), reference.restore(*by_slot))
-        # A dot product over the width: the order of the sum is each one's own.
-        is_double = FP64 in (dtype, out_dtype, weight_dtype)
-        is_empty = 0 in shape_SMKN
-        largest = 0.0 if is_empty else float(case[4].double().abs().sum(1).max() * case[0].double().abs().max())
-        bound = largest * (1e-15 if is_double and weight_dtype == FP64 else 1e-6)
-        torch.testing.assert_close(d_weights_KS, expected_d_weights_KS, rtol=0, atol=bound)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_gradient_of_arrange_differs_from_autograds_by_rounding_only(
-    compiled: Ops, reference: Ops, dtype: torch.dtype
-) -> None:
-    # Autograd rounds a token's gradient after each slot, the op once.
-    num_tokens, width, num_choices, num_slots = 31, 17, 5, 157
-    case = (random_rows(num_tokens, width, dtype), random_slots(num_tokens, num_choices, num_slots), num_slots, dtype)
-    d_out_NM = random_rows(num_slots, width, dtype, 2)
-    _, dx_SM = arranged(compiled, *case, d_out_NM)
-    _, expected_SM = arranged(reference, *case, d_out_NM)
-    bound = 8 * num_choices * torch.finfo(dtype).eps
-    torch.testing.assert_close(dx_SM, expected_SM, rtol=bound, atol=bound)
+# ---- the compiled ops
 
 
 def test_sums_are_rounded_once(compiled: Ops) -> None:
@@ -168,6 +121,23 @@ def test_sums_are_rounded_once(compiled: Ops) -> None:
     y_NM = torch.tensor([[256.0], [1.0], [1.0]], dtype=BF16)
     assert compiled.restore(y_NM, slots_KS, torch.ones(3, 1)).item() == 258.0
     assert compiled.restore(y_NM, slots_KS).item() == 258.0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_slots_of_one_row_add_up_in_the_order_of_index_add(compiled: Ops, dtype: torch.dtype) -> None:
+    # A long sum depends on its order and on where it is rounded, so equality means that both agree.
+    num_slots, width = 499, 37
+    dy_NM = torch.randn(num_slots, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    index_N = torch.zeros(num_slots, dtype=torch.int64)
+    _, dx_RM = gathered(compiled, torch.zeros(2, width, dtype=dtype), index_N, dy_NM)
+    assert_same_bits(dx_RM, torch.zeros(2, width, dtype=dtype).index_add(0, index_N, dy_NM))
+    if dtype == torch.float32:  # the claim is not empty: summing backwards gives other bits
+        assert not torch.equal(dx_RM, torch.zeros_like(dx_RM).index_add(0, index_N, dy_NM.flip(0)))
+    if dtype == torch.bfloat16:  # and so does rounding after each addition
+        rounded_M = torch.zeros(width, dtype=dtype)
+        for dy_M in dy_NM:
+            rounded_M += dy_M
+        assert not torch.equal(dx_RM[0], rounded_M)
 
 
 def test_result_does_not_depend_on_the_number_of_threads(compiled: Ops) -> None:
@@ -186,6 +156,7 @@ def test_result_does_not_depend_on_the_number_of_threads(compiled: Ops) -> None:
             torch.set_num_threads(num_threads)
             x_SM = case[-1]
             found[num_threads] = [*restored(compiled, *case), compiled.arrange(x_SM, slots_KS, num_slots)]
+            found[num_threads] += gathered(compiled, x_SM, slots_KS[0], x_SM)
     finally:
         torch.set_num_threads(before)
     for one, three in zip(found[1], found[3], strict=True):
@@ -212,6 +183,18 @@ def test_inputs_need_not_be_contiguous(compiled: Ops) -> None:
             compiled.arrange(strided(d_out_SM), strided(slots_KS), num_slots, wire),
             compiled.arrange(d_out_SM, slots_KS, num_slots, wire),
         )
+    index_N = slots_KS[0] - 3
+    apart_N = torch.stack([index_N, index_N], dim=1)[:, 0]
+    for one, other in zip(
+        gathered(compiled, strided(rows_NM), apart_N, strided(d_out_SM)),
+        gathered(compiled, rows_NM, index_N, d_out_SM),
+        strict=True,
+    ):
+        assert_same_bits(one, other)
+    # .sum().backward() hands over a gradient with strides 0.
+    x_RM = torch.zeros(3, 5, requires_grad=True)
+    compiled.gather_rows(x_RM, torch.tensor([0, 0, 2, 3])).sum().backward()
+    assert x_RM.grad[:, 0].tolist() == [2.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("shape_SMKN", [(5, 3, 2, 7), (0, 3, 1, 2), (4, 3, 2, 0)], ids=str)
@@ -225,26 +208,10 @@ def test_gradients_equal_finite_differences(compiled: Ops, shape_SMKN: tuple[int
         (lambda x: compiled.arrange(x, slots_KS, num_slots), (x_SM,)),
         (lambda y: compiled.restore(y, slots_KS), (y_NM,)),
         (lambda y, w: compiled.restore(y, slots_KS, w), (y_NM, weights_KS)),
+        (lambda x: compiled.gather_rows(x, slots_KS.reshape(-1) - 1), (x_SM,)),
     ):
         assert torch.autograd.gradcheck(function, inputs)
         assert torch.autograd.gradgradcheck(function, inputs)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-def test_torch_accepts_the_operators(compiled: Ops, dtype: torch.dtype) -> None:
-    num_tokens, width, num_choices, num_slots = 7, 5, 2, 11
-    slots_KS = random_slots(num_tokens, num_choices, num_slots)
-    x_SM = random_rows(num_tokens, width, dtype).requires_grad_()
-    y_NM = random_rows(num_slots, width, dtype).requires_grad_()
-    weights_KS = random_rows(num_choices, num_tokens, FP32).requires_grad_()
-    assert compiled.name == "compiled"
-    fsmoe = torch.ops.fsmoe
-    torch.library.opcheck(fsmoe.arrange.default, (x_SM, slots_KS, num_slots, FP32))
-    torch.library.opcheck(fsmoe.arrange.default, (x_SM, slots_KS, num_slots))
-    torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, weights_KS))
-    torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, None, FP32))
-    for weights in (weights_KS, weights_KS.detach().t().contiguous().t()):
-        torch.library.opcheck(fsmoe.restore_backward.default, (x_SM, y_NM, slots_KS, weights))
 
 
 def test_gradients_of_weights_without_data_lie_as_on_each_device(compiled: Ops) -> None:
@@ -255,6 +222,12 @@ def test_gradients_of_weights_without_data_lie_as_on_each_device(compiled: Ops) 
             slots_KS = torch.empty((2, 7), dtype=torch.int64, device=device)
             _, d_weights_KS = torch.ops.fsmoe.restore_backward(x_SM, y_NM, slots_KS, weights_SK.t())
         assert d_weights_KS.stride() == ((7, 1) if device == "cpu" else (1, 2))
+
+
+def test_required_takes_the_compiled_op(compiled: Ops) -> None:
+    assert compiled.name == "compiled"
+    x_RM = torch.zeros(1, 1, requires_grad=True)
+    assert "fsmoe_gather_rows" in compiled.gather_rows(x_RM, torch.zeros(1, dtype=torch.int64)).grad_fn.name()
 
 
 @pytest.mark.parametrize(
@@ -279,6 +252,18 @@ def test_gradients_of_weights_without_data_lie_as_on_each_device(compiled: Ops) 
                 torch.zeros(4, 2), torch.zeros(3, 2), torch.zeros(1, 3).long(), torch.zeros(1, 3)
             ),
             "d_out must be [3, 2], got shape [4, 2]",
+        ),
+        (lambda o: o.gather_rows(torch.zeros(3), torch.zeros(2).long()), "x must be 2-dimensional"),
+        (lambda o: o.gather_rows(torch.zeros(3, 2), torch.zeros(2, 1).long()), "index must be 1-dimensional"),
+        (lambda o: o.gather_rows(torch.zeros(3, 2), torch.zeros(2).int()), "index must be int64"),
+        (lambda o: o.gather_rows(torch.zeros(3, 2).long(), torch.zeros(2).long()), "x must be float32"),
+        (
+            lambda o: torch.ops.fsmoe.gather_rows_backward(torch.zeros(3, 2), torch.zeros(2).long(), 4),
+            "dy has 3 rows but index has 2",
+        ),
+        (
+            lambda o: torch.ops.fsmoe.gather_rows_backward(torch.zeros(2, 2), torch.zeros(2).long(), -1),
+            "num_rows must not be negative",
         ),
     ],
 )

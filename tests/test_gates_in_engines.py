@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gates chosen by config in DeepSpeed engines: every one trains, the bias of deepseek moves, bad input stops all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from torch import nn
+
+import ds_fsmoe
+from ds_fsmoe import registry
+from ds_fsmoe.checks.router_checks import RouterInputError
+from ds_fsmoe.components.gates.softmoe import SoftMoEGate
+from ds_fsmoe.components.gates.topk import LinearGate
+from ds_fsmoe.components.routing import kind_of
+from ds_fsmoe.engine import convert_layers
+from tests.covering import covering
+from tests.ranks import run_on_ranks
+from tests.samples import draw, sampled
+from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel, batch
+from tests.tensor_parallel import begin, degrees
+from tests.test_duplicates import differences, train
+from tests.test_pipeline_stages import Dense, WithExperts, batches
+
+DEEPSEEK = {"type": "deepseek", "k": 2, "num_groups": 2, "bias_update_speed": 0.05}
+# Of those that do not take two experts per token.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "expert_choice": {"k": 2, "capacity_factor": 1.1, "causal": False},
+    "softmoe": {"slots_per_expert": 5, "causal": False},
+}
+SLOTS_CHOOSE = list(OPTIONS)
+
+
+class ScaledGate(LinearGate):
+    """A user's gate: the choice of topk, its scores scaled by a parameter of its own."""
+
+    def build(self, model_dim: int, num_experts: int) -> None:
+        super().build(model_dim, num_experts)
+        self.scale = nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x_SM, used_token_S=None, group=None):
+        return super().forward(x_SM * self.scale, used_token_S, group)
+
+
+def start(case: Case, rank: int, gate: dict[str, Any] | None, config: Any = None, **block: Any) -> tuple[Any, Any]:
+    torch.manual_seed(rank)  # ranks begin with different numbers where DeepSpeed has to make them alike
+    model = SmallModel(case, rank)
+    fsmoe = {"enabled": True} | ({} if gate is None else {"gate": gate}) | block
+    written = case.ds_config(fsmoe=fsmoe) | (config or {})
+    arguments: dict[str, Any] = {"model_parameters": list(model.parameters())}
+    if written["optimizer"] is None:  # a script's own
+        del written["optimizer"]
+        groups = [{"params": list(model.parameters()), "name": "all"}]
+        groups = split_params_into_different_moe_groups_for_optimizer(groups)
+        arguments = {"optimizer": torch.optim.SGD(groups, lr=0.5)}
+    engine, *_ = ds_fsmoe.initialize(model=model, config=written, **arguments)
+    return engine, model
+
+
+def one_micro_step(engine: Any, model: SmallModel, step: int, rank: int) -> float:
+    dtype = next(model.parameters()).dtype
+    loss, _ = engine(*batch(step, rank, dtype))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+# ---- every registered gate
+
+Way = tuple[str, int, str, str]
+"""A gate, a stage of ZeRO, the type of numbers, and whose the optimizer is."""
+NAMES = (*registry.known("gate"), "scaled")
+WAYS: list[Way] = covering(
+    NAMES,
+    (0, 1, 2),
+    ("fp32", "bf16"),
+    ("by config", "by the client"),
+    allowed=lambda name, stage, dtype, optimizer: dtype == "fp32" or (stage == 2 and optimizer == "by config"),
+)
+TODAYS = [draw(f"how {name} trains", [way for way in WAYS if way[0] == name], 1)[0] for name in NAMES]
+
+
+def train_each(rank: int, world_size: int, ways: list[Way]) -> list[str]:
+    """What is not as it should be."""
+    registry.register_gate("scaled")(ScaledGate)
+    said: list[str] = []
+    convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
+    for name, stage, dtype, optimizer in ways:
+        way, options = f"{name}, ZeRO {stage}, {dtype}, optimizer {optimizer}", OPTIONS.get(name, {"k": 2})
+        config = {} if optimizer == "by config" else {"optimizer": None}
+        case = Case(ep_size=2, stage=stage, dtype=dtype)
+        engine, model = start(case, rank, {"type": name} | options, config, **degrees(3, 2))
+        gate = model.moes[0].deepspeed_moe.gate
+        before = {each: value.clone() for each, value in gate.named_parameters()}
+        losses = [one_micro_step(engine, model, 0, rank) for _ in range(10)]
+        if not losses[-1] < 0.985 * losses[0]:
+            said.append(f"{way}: losses {losses}")
+        for each, value in gate.named_parameters():
+            # In 16 bits a scalar may stay where it is for some steps; the optimizer has it in 32.
+            if dtype == "fp32" and torch.equal(before[each], value):
+                said.append(f"{way}: {each} did not learn")
+            both = [torch.empty_like(value.data) for _ in range(world_size)]
+            dist.all_gather(both, value.data)
+            if not torch.equal(*both):
+                said.append(f"{way}: the ranks have come apart in {each}")
+        if type(gate) is not registry.lookup("gate", name) and name != "topk":
+            said.append(f"{way}: the gate is a {type(gate).__name__}")
+        if name == "scaled" and "deepspeed_moe.gate.scale" not in model.moes[0].state_dict():
+            said.append(f"{way}: the gate's own parameter is not in the state dict")
+        chosen = engine.fsmoe.chosen()
+        named = "topk" if name == "topk" else type(gate).__name__
+        if not chosen["gate"].startswith(named) or chosen["order"] != kind_of(gate).order:
+            said.append(f"{way}: {chosen}")
+        engine.destroy()
+    return said
+
+
+@sampled("ways", [TODAYS, [way for way in WAYS if way not in TODAYS]], kept=[0], drawn=0, ids=["today's", "others"])
+def test_every_gate_trains_in_an_engine_by_its_name(ways: list[Way], tmp_path: Path) -> None:
+    assert {name for name, *_ in ways} == set(NAMES)
+    assert run_on_ranks(train_each, 2, tmp_path, ways) == [[], []]
+
+
+def train_in_every_way(rank: int, world_size: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
+    """Losses on one batch again and again, and what is warned of."""
+    said: list[str] = []
+    convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
+    gate = {"type": name} | {each: value for each, value in OPTIONS[name].items() if each != "causal"}
+    ways: dict[str, tuple[int, dict[str, Any]]] = {
+        "whole": (1, {}),
+        "spread, in chunks": (2, degrees(3, 2)),
+        "sharded, in chunks": (1, degrees(2, 3, esp_size=2)),
+    }
+    if name == "expert_choice":
+        ways["einsum"] = (2, {"order": "einsum"} | degrees(2, 3))
+    losses: dict[str, list[float]] = {}
+    for way, (ep_size, block) in ways.items():
+        engine, model = start(Case(ep_size=ep_size, expert="gpt"), rank, gate, **block)
+        for number, each in enumerate(model.moes):  # the same for every layout
+            weight = each.deepspeed_moe.gate.wg.weight
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(number))
+        losses[way] = [one_micro_step(engine, model, 0, rank) for _ in range(3)]
+        engine.destroy()
+    return losses, said
+
+
+@sampled("name", SLOTS_CHOOSE)
+def test_however_slots_choose_their_tokens_the_training_is_the_same_and_later_tokens_are_warned_of_once(
+    name: str, tmp_path: Path
+) -> None:
+    for of_rank, said in run_on_ranks(train_in_every_way, 2, tmp_path, name):
+        whole = of_rank.pop("whole")
+        assert whole[0] != whole[-1]
+        for way, losses in of_rank.items():
+            assert losses == pytest.approx(whole, rel=2e-6), way
+        (warning,) = said
+        assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
+        assert 'set "causal": false in fsmoe.gate' in warning
+
+
+def compare_with_no_tensor_parallelism(rank: int, world_size: int, name: str) -> list[str]:
+    case, block = Case(2, 0, "fp32"), {"gate": {"type": name} | OPTIONS[name]}
+    begin(1)
+    theirs = train(case, ds_fsmoe.initialize, degrees(1, 1, **block), 2, mpu=None, ep_rank=rank)
+    mpu = begin(2)
+    ours = train(case, ds_fsmoe.initialize, degrees(3, 2, **block), 2, mpu=mpu, ep_rank=rank)
+    assert not torch.equal(ours["losses"][0], ours["losses"][-1])
+    # A rank has worked on other tokens in the two runs; what becomes of all gradients of experts, parameters show.
+    return differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
+
+
+@sampled("name", SLOTS_CHOOSE)
+def test_tensor_parallel_ranks_share_the_slots_out(name: str, tmp_path: Path) -> None:
+    assert run_on_ranks(compare_with_no_tensor_parallelism, 2, tmp_path, name) == [[], []]
+
+
+# ---- a model's own gates
+
+
+class CallersGate(deepspeed.moe.sharded_moe.TopKGate):
+    """A user's own subclass of stock's gate: everything to expert 1."""
+
+    def forward(self, input, used_token=None, sparse_routes=False, use_tutel=False):
+        tokens = torch.arange(input.shape[0])
+        weights = torch.softmax(input.float() @ self.wg.weight.float().t(), dim=1)[:, 1]
+        counts = torch.tensor([0, input.shape[0], 0, 0])
+        return weights.sum() * 0, input.shape[0], 4, torch.ones_like(tokens)[None], tokens[None], weights[None], counts
+
+
+class WrappedGate(nn.Module):
+    """A user's module around stock's gate, as one that logs would be."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def _set_ep_group(self, group) -> None:
+        self.inner._set_ep_group(group)
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+def own_gates(rank: int, world_size: int) -> dict[str, Any]:
+    """What gates do that a script has put into its layers, and stock's with other settings."""
+    found: dict[str, Any] = {}
+    for kind, case in (("subclass", Case(2, 1)), ("wrapped", Case(2, 1, k=2, drop_tokens=False))):
+        outputs = []
+        for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
+            model = SmallModel(case, rank)
+            for moe in model.moes:
+                if kind == "subclass":
+                    moe.deepspeed_moe.gate.__class__ = CallersGate
+                else:
+                    moe.deepspeed_moe.gate = WrappedGate(moe.deepspeed_moe.gate)
+            config = case.ds_config(**blocks)
+            engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+            torch.manual_seed(rank)
+            outputs.append(engine(*batch(0, rank, torch.float32))[1])
+            engine.destroy()
+        inner = model.moes[0].deepspeed_moe
+        found[kind] = type(inner.gate).__name__, torch.equal(*outputs), inner.exp_counts.tolist()
+
+    engine, model = start(Case(ep_size=2, stage=1), rank, {"k": 2, "capacity_factor": 0.5})
+    gate = model.moes[0].deepspeed_moe.gate
+    found["settings"] = gate.k, gate.capacity_factor, gate.min_capacity, engine.fsmoe.chosen()["gate"]
+    engine.destroy()
+
+    model, case = SmallModel(Case(2), rank), Case(2)
+    gate = SoftMoEGate(slots_per_expert=3)
+    gate.build_once(WIDTH, 4)
+    model.moes[0].deepspeed_moe.gate = gate
+    config = case.ds_config(fsmoe={"enabled": True})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    before = gate.wg.weight.detach().clone()
+    one_micro_step(engine, model, 0, rank)
+    found["orders"] = engine.fsmoe.chosen()["order"], not torch.equal(before, gate.wg.weight)
+    return found
+
+
+@pytest.mark.long
+def test_gates_that_a_script_has_put_into_its_layers_keep_their_say(tmp_path: Path) -> None:
+    for found in run_on_ranks(own_gates, 2, tmp_path):
+        assert found["subclass"] == ("CallersGate", True, [0, 21, 0, 0])
+        # It agrees with the other ranks on the capacity, or outputs would differ.
+        assert found["wrapped"][:2] == ("WrappedGate", True)
+        # What a block leaves out stays the layer's.
+        assert found["settings"] == (2, 0.5, 4, "topk, k = 2, capacity factor 0.5")
+        # Each layer has the order of its own gate, and a replaced gate is trained.
+        assert found["orders"] == ("dense; sparse", True)
+
+
+# ---- the bias of deepseek
+
+
+def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    engine, model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
+    gates = [moe.deepspeed_moe.gate for moe in model.moes]
+    expected = [torch.zeros(4) for _ in gates]
+    sums: list[int] = []
+    stock_all_reduce = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if tensor.dtype == torch.int64 and tensor.numel() == 8:
+            sums.append(engine.global_steps)
+        return stock_all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    for step in range(3):
+        counts = [torch.zeros(4, dtype=torch.int64) for _ in gates]
+        for micro in range(2):
+            one_micro_step(engine, model, 2 * step + micro, rank)
+            for total, moe in zip(counts, model.moes, strict=True):
+                total += moe.deepspeed_moe.exp_counts
+            if micro == 0:
+                assert all(torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True))
+        engine.eval()
+        engine(*batch(77, rank, torch.float32))
+        engine.train()
+        for bias, total in zip(expected, counts, strict=True):
+            stock_all_reduce(total)
+            bias -= 0.05 * (total * 4 - total.sum()).sign()
+    dist.all_reduce = stock_all_reduce
+    right = [torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True)]
+
+    engine.save_checkpoint(folder, tag="now")
+    after = one_micro_step(engine, model, 9, rank)
+    other, other_model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
+    other.load_checkpoint(folder, tag="now")
+    loaded = [
+        torch.equal(moe.deepspeed_moe.gate.balance_bias, bias)
+        for moe, bias in zip(other_model.moes, expected, strict=True)
+    ]
+    same = one_micro_step(other, other_model, 9, rank) == after
+    biases = [gate.balance_bias.tolist() for gate in gates]
+    return {"sums": sums, "right": right, "biases": biases, "loaded": loaded, "same": same}
+
+
+def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_are_saved(tmp_path: Path) -> None:
+    seen = run_on_ranks(biases_follow_the_counts, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
+    assert seen[0] == seen[1]
+    assert seen[0]["sums"] == [1, 2, 3]  # one sum for both layers, when a step has been taken
+    assert seen[0]["right"] == [True, True]
+    assert torch.tensor(seen[0]["biases"]).abs().max() > 0
+    assert seen[0]["loaded"] == [True, True]
+    assert seen[0]["same"]
+
+
+def biases_after_an_overflow(rank: int, world_size: int) -> tuple[int, float, float]:
+    from deepspeed.accelerator import get_accelerator
+
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    scale = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+    engine, model = start(Case(ep_size=2, stage=1, dtype="fp16"), rank, DEEPSEEK, scale)
+    gate = model.moes[0].deepspeed_moe.gate
+    one_micro_step(engine, model, 0, rank)
+    after_overflow = gate.balance_bias.abs().max().item(), engine.skipped_steps
+    step = 1
+    while not engine.was_step_applied():
+        one_micro_step(engine, model, step, rank)
+        step += 1
+    return after_overflow[1], after_overflow[0], gate.balance_bias.abs().max().item()
+
+
+def test_a_step_that_overflowed_moves_no_bias(tmp_path: Path) -> None:
+    for skipped, after_overflow, after_a_step in run_on_ranks(biases_after_an_overflow, 2, tmp_path):
+        assert skipped == 1
+        assert after_overflow == 0.0
+        assert after_a_step == pytest.approx(0.05)
+
+
+def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list[int]]:
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed("gloo")
+    made = [WithExperts(i, rank % 2) for i in range(2)]
+    layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
+    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config = Case(stage=1, accumulation=2).ds_config(fsmoe={"enabled": True, "gate": DEEPSEEK})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    inner = made[engine.stage_id].moe.deepspeed_moe
+    counts_E = torch.zeros(4, dtype=torch.int64)
+
+    def add(gate: nn.Module, args: Any, routing: Any) -> None:
+        counts_E.add_(routing.counts_E)
+
+    inner.gate.register_forward_hook(add)
+    engine.train_batch(batches(engine.grid.data_parallel_id))
+    return engine.stage_id, inner.gate.balance_bias.tolist(), counts_E.tolist()
+
+
+def test_in_a_pipeline_of_stages_a_bias_moves_by_the_counts_of_its_stage(tmp_path: Path) -> None:
+    seen = run_on_ranks(biases_of_stages, 4, tmp_path)
+    for stage in (0, 1):
+        of_stage = [(biases, torch.tensor(counts)) for at, biases, counts in seen if at == stage]
+        assert len(of_stage) == 2
+        total_E = sum(counts for _, counts in of_stage)
+        assert total_E.sum() == 2 * 2 * 2 * BATCH * LENGTH  # ranks, micro batches, choices
+        expected_E = -0.05 * (4 * total_E - total_E.sum()).sign()
+        assert expected_E.abs().max() > 0
+        for biases, _ in of_stage:
+            assert biases == pytest.approx(expected_E.tolist())
+
+
+def bad_input(rank: int, world_size: int) -> tuple[str, int]:
+    engine, model = start(Case(ep_size=2, stage=1), rank, DEEPSEEK, debug={"check_router": True})
+    for step in range(2):
+        one_micro_step(engine, model, step, rank)
+    x_BLM, target_BLM = batch(2, rank, torch.float32)
+    if rank == 1:
+        x_BLM[1, 3, 5], x_BLM[2, 6, 0] = float("nan"), float("inf")
+    with pytest.raises(RouterInputError) as caught:
+        engine(x_BLM, target_BLM)
+    # Nobody is waiting in an all-to-all: all ranks meet here, and go on together.
+    engine.eval()
+    loss, _ = engine(*batch(3, rank, torch.float32))
+    return str(caught.value), int(loss.isfinite())
+
+
+def test_bad_input_of_a_router_stops_all_ranks_and_names_layer_step_and_rank(tmp_path: Path) -> None:
+    first, second = run_on_ranks(bad_input, 2, tmp_path)
+    assert first == second
+    assert first[0].startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); check")
+    assert first[1] == 1
+
+
+def unchecked(rank: int, world_size: int) -> bool:
+    engine, _ = start(Case(ep_size=2, stage=1), rank, DEEPSEEK)
+    x_BLM, target_BLM = batch(2, rank, torch.float32)
+    if rank == 1:
+        x_BLM[1, 3, 5] = float("nan")
+    loss, _ = engine(x_BLM, target_BLM)
+    return bool(loss.isnan())
+
+
+def test_without_the_check_bad_input_runs_through_and_nothing_hangs(tmp_path: Path) -> None:
+    assert run_on_ranks(unchecked, 2, tmp_path)[1]
