@@ -10,10 +10,6 @@ import pytest
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.known import load_model, model_names
 from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers, moe_shape, stage_flops, stages
-from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.decide.bounds import step_bounds_ms
-from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     ATTENTION,
@@ -27,7 +23,7 @@ from ds_fsmoe.planning.schedule import (
     ROUTE,
     SOFTMAX,
 )
-from ds_fsmoe.planning.workload import BlockWork, Layer, Work, kind_costs, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Layer, Work, layer_work
 
 M, VOCAB, B, L = 6, 19, 3, 5
 FULL = Attention(heads=3, kv_heads=1, head_dim=2, value_dim=2, num_other=4)
@@ -214,16 +210,3 @@ def test_another_capacity_and_a_fuller_rank_change_what_is_sent() -> None:
 def test_what_cannot_be_planned_is_refused(how: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         model_layers(ODD, **({"groups": ALONE, "samples": B, "length": L, "dtype_bytes": 2} | how))
-
-
-@pytest.mark.parametrize("preset_name", NAMES)
-def test_no_plan_of_a_whole_model_is_faster_than_the_bound(preset_name: str) -> None:
-    cluster = load_cluster("testbed_b")
-    groups = Groups(16, 4, ep=8)
-    costs = kind_costs(cluster, groups)
-    layers = model_layers(load_model("deepseek-v2-lite").first(4), groups, 1, 512, 2)
-    planner = Planner(costs, Settings(cluster.contention, max_degree=4))
-    forward, backward = plan_by_name(planner, preset_name, layers).timelines(costs, cluster.contention)
-    bounds_ms = step_bounds_ms(layers, costs, 4)
-    assert forward.makespan_ms >= bounds_ms[0]
-    assert backward.makespan_ms >= bounds_ms[1]

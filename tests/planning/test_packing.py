@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from ds_fsmoe.planning.lina.packing import Packing, pack, packings
+from ds_fsmoe.planning.lina.packing import pack, packings
 
 
 def by_loop(experts: int, ranks: int, experts_ms: dict[int, float], alltoall_ms: dict[int, float]) -> int:
@@ -23,18 +23,18 @@ def fitting(experts: int, world_size: int) -> list[int]:
     return [each for each in range(1, world_size + 1) if world_size % each == 0 and experts % each == 0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 12, 16, 31])
 @pytest.mark.parametrize("experts", [1, 2, 3, 6, 8, 12, 13, 64])
-def test_the_rule_is_that_of_a_loop(experts: int, world_size: int) -> None:
-    rng = random.Random(f"{experts} {world_size}")
-    sizes = fitting(experts, world_size)
-    for _ in range(20):
-        computed = {each: rng.uniform(0, 3) for each in sizes}
-        sent = {each: rng.uniform(0, 3) if each > 1 else 0.0 for each in sizes}
-        found = pack([experts], sizes, computed.__getitem__, sent.__getitem__)
-        assert found.ep_size == by_loop(experts, max(sizes), computed, sent)
-        assert found.experts_per_rank(found.ep_size) == (experts // found.ep_size,)
-        assert [row.experts_ms for row in found.rows] == [computed[row.ep_size] for row in found.rows]
+def test_the_rule_is_that_of_a_loop(experts: int) -> None:
+    rng = random.Random(experts)
+    for world_size in (1, 2, 3, 4, 6, 8, 12, 16, 31):
+        sizes = fitting(experts, world_size)
+        for most_ms in (0.0, *[3.0] * 10):
+            computed = {each: rng.uniform(0, most_ms) for each in sizes}
+            sent = {each: rng.uniform(0, 3) if each > 1 else 0.0 for each in sizes}
+            found = pack([experts], sizes, computed.__getitem__, sent.__getitem__)
+            assert found.ep_size == by_loop(experts, max(sizes), computed, sent)
+            assert found.experts_per_rank(found.ep_size) == (experts // found.ep_size,)
+            assert [row.experts_ms for row in found.rows] == [computed[row.ep_size] for row in found.rows]
 
 
 def test_times_are_asked_for_no_further_than_the_choice() -> None:
@@ -50,24 +50,6 @@ def test_times_are_asked_for_no_further_than_the_choice() -> None:
 
     assert pack([16], [1, 2, 4, 8, 16], experts_ms, alltoall_ms).ep_size == 4
     assert asked == [(what, ranks) for ranks in (16, 8, 4) for what in ("experts", "all-to-all")]
-
-
-def test_experts_that_take_longer_than_the_alltoall_stay_spread() -> None:
-    found = pack([8], [1, 2, 4, 8], lambda ranks: 5.0, lambda ranks: 5.0)
-    assert (found.ep_size, len(found.rows)) == (8, 1), "as long is long enough"
-
-
-def test_experts_that_never_take_as_long_end_up_whole_on_each_rank() -> None:
-    """One rank exchanges nothing: pure data parallelism, as in the paper's case of two experts (section 7.2.1)."""
-    asked = []
-
-    def alltoall_ms(ranks: int) -> float:
-        asked.append(ranks)
-        return 9.0
-
-    found = pack([8], [1, 2, 4, 8], lambda ranks: 0.0, alltoall_ms)
-    assert found.ep_size == 1
-    assert asked == [8, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -110,9 +92,3 @@ def test_layers_with_different_experts_have_one_number_of_ranks() -> None:
 def test_what_cannot_be_packed_is_refused(experts: list[int], sizes: list[int], time_ms: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack(experts, sizes, lambda ranks: time_ms, lambda ranks: time_ms)
-
-
-def test_a_choice_is_its_last_row() -> None:
-    found = pack([4], [1, 2, 4], lambda ranks: 1.0, lambda ranks: float(ranks > 2))
-    assert isinstance(found, Packing)
-    assert [row.ep_size for row in found.rows] == [4]

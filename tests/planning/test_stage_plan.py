@@ -24,12 +24,10 @@ from ds_fsmoe.offline.models.pipeline import (
     send_cost,
 )
 from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.decide.block_times import Order, PhaseTimes
+from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradients import window_prices
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
-from ds_fsmoe.planning.decide.search import choose
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
@@ -149,22 +147,6 @@ def test_one_stage_takes_what_its_micro_batches_take_one_after_the_other(name: s
     assert stage.hidden_bytes + stage.after_bytes == pytest.approx(sent)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 1000])
-def test_the_cut_that_all_micro_batches_share_is_the_best_for_their_sum(micro_batches: int) -> None:
-    layer = layer_work(SHAPE, Groups(16, 8, mp=8, esp=8, ep=2), whole_slots=True)
-    planner = Planner(kind_costs(TESTBED, Groups(16, 8, mp=8, esp=8, ep=2)), Settings(max_degree=8))
-    times = planner.times(BlockWork((), layer.backward.moe, ()), backward=True)
-    orders = [Order(degree) for degree in range(1, 9)]
-    alone_ms = times.times_ms(orders)[:, 0]
-    for grad_ms in (0.5, 5.0, 50.0):
-        last_ms = times.times_ms(orders, grad_ms)[:, 0]
-        backward = PhaseTimes(times, grad_ms=grad_ms, num_micro_batches=micro_batches)
-        _, found = choose(PhaseTimes(times), backward, SearchSpace(tuple(orders)))
-        sums_ms = (micro_batches - 1) * alone_ms + last_ms
-        assert found.time_ms * micro_batches == pytest.approx(sums_ms.min())
-        assert sums_ms[orders.index(found.order)] == pytest.approx(sums_ms.min())
-
-
 def test_gradients_pay_for_a_cut_that_is_worse_without_them_in_every_micro_batch() -> None:
     groups = Groups(16, 8, mp=8, esp=8, ep=2)
     layer = layer_work(SHAPE, groups, whole_slots=True)
@@ -245,11 +227,6 @@ def test_a_stage_without_experts_is_planned_with_its_gradients_behind_it() -> No
     assert first.times.last_backward_ms == first.times.backward_ms > 2 * forward_ms
     assert first.hidden_bytes == 0.0
     assert first.times.gradients_ms == pytest.approx(costs["GRAD"].ms(first.after_bytes))
-
-
-def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_micro_batches = 0: must be"):
-        Settings(num_micro_batches=0)
 
 
 # ---- the closed form of a batch
