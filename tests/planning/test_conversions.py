@@ -14,6 +14,7 @@ from ds_fsmoe.planning.call_shape import CallShape, layer_of_call, moe_work
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost
 from ds_fsmoe.planning.decide import rules
 from ds_fsmoe.planning.decide.block_times import Order, order_words
+from ds_fsmoe.planning.decide.bounds import lower_bound_ms
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
@@ -46,6 +47,13 @@ def chosen(of: Layer, schedule: str = "best") -> list[Order]:
 def test_conversions_are_beside_the_experts_where_links_are_full_and_on_links_where_experts_are() -> None:
     assert {each.conversions for each in chosen(layer(expert_ms=2.0, conversion_ms=3.0))} == {"compute"}
     assert {each.conversions for each in chosen(layer(expert_ms=60.0, conversion_ms=3.0))} == {"links"}
+
+
+def test_the_lower_bound_holds_where_conversions_run_beside_the_experts_too() -> None:
+    of = layer(expert_ms=2.0, conversion_ms=3.0)
+    for work, choice in zip((of.forward, of.backward), Planner({}).choose(of, SearchSpace.of("best", 8)), strict=True):
+        assert choice.order.conversions == "compute"
+        assert lower_bound_ms(work, of.costs.forward, 8) <= choice.time_ms
 
 
 def test_without_narrow_wires_there_is_nothing_to_choose() -> None:
