@@ -114,7 +114,8 @@ def test_what_is_given_replaces_what_the_configuration_says(own: Path, capsys) -
     ],
 )
 def test_groups_of_a_real_model_are_what_training_takes_by_itself(own: Path, options: str, sizes: str, capsys) -> None:
-    assert cli.main([*PLAN, "--hf-config", str(own), "--max-degree", "1", *options.split()]) == 0
+    few = ["--layers", "2", "--max-degree", "1"]
+    assert cli.main([*PLAN, "--hf-config", str(own), *few, *options.split()]) == 0
     (default,) = re.findall(r"\ndefault  .*? --dtype fp16 (.*)\n", capsys.readouterr().out)
     assert default == sizes
 
@@ -143,9 +144,9 @@ def test_the_groups_of_experts_that_a_model_chooses_from_are_counted(capsys) -> 
 
 def test_drawing_and_tracing_take_a_model_of_unequal_layers(own: Path, capsys) -> None:
     files = [word for name in ("png", "trace") for word in (f"--{name}", str(own / f"out.{name}"))]
-    few = ["--preset", "deepspeed", "--max-degree", "1"]
+    few = ["--layers", "4", "--preset", "deepspeed", "--max-degree", "1"]
     assert cli.main([*PLAN, "--hf-config", str(own), "--gantt", *files, "--recompute", *few]) == 0
-    assert "picture of a step of 3 layer(s)" in capsys.readouterr().out
+    assert "picture of a step of 2 layer(s)" in capsys.readouterr().out
     assert (own / "out.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     events = json.loads((own / "out.trace").read_text())["traceEvents"]
     kinds = {each["name"].split("/")[1] for each in events if each["ph"] == "X"}

@@ -10,6 +10,7 @@ import pytest
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import (
@@ -22,7 +23,7 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Schedule,
 )
-from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.planning.timeline import Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork, MoEWork, Stage, Work
 
 INTER, INTRA, COMPUTE = (Lane.INTER,), (Lane.INTRA,), (Lane.COMPUTE,)
@@ -147,6 +148,10 @@ def test_best_looks_at_every_order_of_every_degree_and_wants_a_gain_of_three_hun
     assert (space.min_gain, space.common_degree) == (MIN_GAIN, False) == (0.03, False)
     one_wire = SearchSpace.of("best", 3, shared_link=True)
     assert one_wire.orders == tuple(Order(degree, "shared") for degree in (1, 2, 3))
+    # Links that slow each other down by 0.8 or more are one wire, too.
+    for settings in (Settings(shared_link=True), Settings(Contention(0.8))):
+        assert {each.links for each in settings.space("best").orders} == {"shared"}
+    assert Settings(Contention(0.79)).space("best") == Settings().space("best")
 
 
 @pytest.mark.parametrize(

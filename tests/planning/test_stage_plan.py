@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_fsmoe.offline.models.architecture import Architecture
 from ds_fsmoe.offline.models.known import load_model
-from ds_fsmoe.offline.models.model_layers import DenseStage, dense_stage, model_layers, stages
+from ds_fsmoe.offline.models.model_layers import DenseStage, dense_stage, stages
 from ds_fsmoe.offline.models.pipeline import (
     PlannedPipeline,
     batch_ms,
@@ -31,7 +30,7 @@ from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
 from tests.planning.test_model_layers import ODD, B, L
 
 TESTBED = load_cluster("testbed_a")
@@ -48,44 +47,6 @@ def equal_layers(
 
 
 # ---- what stages have to do
-
-
-def all_works(stage: tuple[Layer, ...] | DenseStage, phase: str) -> list[Work]:
-    if isinstance(stage, DenseStage):
-        return list(getattr(stage, phase))
-    blocks: list[BlockWork] = [getattr(layer, phase) for layer in stage]
-    return [work for each in blocks for work in (*each.before, *each.moe.stages, *each.after)]
-
-
-def done(architecture: Architecture, pp: int, mp: int, phase: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Kind -> its computation and traffic on all stages of a model, and kind -> the bytes of its gradients."""
-    groups = Groups(world=24 * pp, gpus_per_node=4, mp=mp, ep=2, pp=pp)
-    sizes, gradients = dict[str, float](), dict[str, float]()
-    for each in stages(architecture, pp):
-        is_dense = all(architecture.blocks[place].experts is None for place in each.places)
-        made = (dense_stage if is_dense else model_layers)(architecture, groups, B, L, 4, stage=each)
-        for work in all_works(made, phase):
-            sizes[work.kind] = sizes.get(work.kind, 0.0) + work.size
-        for part in (made,) if isinstance(made, DenseStage) else made:
-            for gradient in part.gradients:
-                gradients[gradient.kind] = gradients.get(gradient.kind, 0.0) + gradient.size_bytes
-    return sizes, gradients
-
-
-@pytest.mark.parametrize("mp", [1, 2])
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_stages_with_and_without_experts_do_together_what_the_model_does(pp: int, mp: int, phase: str) -> None:
-    whole, parts = done(ODD, 1, mp, phase), done(ODD, pp, mp, phase)
-    assert parts[0] == pytest.approx(whole[0])
-    assert parts[1] == pytest.approx(whole[1])
-
-
-def test_a_tied_embedding_is_on_both_ends_and_its_gradients_are_summed_twice() -> None:
-    tied = replace(ODD, is_tied=True)
-    whole, parts = (done(tied, pp, 1, "forward") for pp in (1, 4))
-    assert parts[0] == pytest.approx(whole[0])
-    assert parts[1]["GRAD"] - whole[1]["GRAD"] == pytest.approx(tied.M * tied.vocab * 4)
 
 
 def test_a_stage_of_dense_blocks_that_recomputes_runs_its_forward_again() -> None:
