@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers for the tests of the planning room: by hand, at random, and in every way that groups can lie."""
+"""Layers for the planner's tests: by hand, at random, and in every way that groups can lie; and the reference of what
+is chosen, which simulates every plan by itself."""
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.block import CONVERSIONS, BlockPlan, Slice, block_schedule
+from ds_fsmoe.planning.call_shape import layer_of_call
+from ds_fsmoe.planning.cost import Cost, HostCost, LayerCosts, LinearCost, SwitchedCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, PhaseTimes
 from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.decide.plan import Planner
+from ds_fsmoe.planning.decide.plan import Planner, Settings
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
-from ds_fsmoe.planning.decide.presets import Switches
+from ds_fsmoe.planning.decide.presets import NAMES, Switches
+from ds_fsmoe.planning.decide.rules import Proposal, may_be_chosen
 from ds_fsmoe.planning.decide.search import Choice, choose
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.job.measured import BACKWARD, BACKWARD_ANEW, DEQUANTISED, QUANTISED, LayerProfile
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
@@ -40,8 +45,9 @@ from ds_fsmoe.planning.schedule import (
     Lane,
     Schedule,
 )
-from ds_fsmoe.planning.timeline import simulate
+from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Stage, Work, layer_work
+from tests.planning.measured_layers import GROUPS, SIZES, line, made_up
 
 KINDS = (
     *(A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, GATHER, REDUCE, EXPERT, GRAD, EXPERT_GRAD),
@@ -63,6 +69,13 @@ LAYOUTS: dict[str, tuple[Groups, str]] = {
     "one rank": (Groups(1, 4), "flat"),
 }
 """Name -> groups, algorithm of the all-to-all."""
+CONTENTIONS = (
+    Contention(),
+    Contention(links=0.5),
+    Contention(links=0.4, compute=0.2),
+    Contention(compute=0.7),
+    Contention(0.3, 0.2, 0.4),
+)
 
 
 def layer_of(layout: str, shape: Shape = SHAPE, recompute: bool = False) -> Layer:
@@ -132,36 +145,6 @@ def simulated_ms(phase: Phase, degree: int, with_gradient: bool = True) -> float
     return simulate(bare_schedule(phase, degree, with_gradient), bare_block(phase)[1]).makespan_ms
 
 
-def by_hand_ms(phase: Phase, degree: int) -> float:
-    """The same from the paper's figure 3 and nothing else: end times, task by task."""
-    a, g, e, s = (
-        each.launches * each.cost.alpha_ms + each.size / degree * each.cost.beta_ms
-        for each in (phase.a2a, phase.gather, phase.expert, phase.reduce)
-    )
-    shared = phase.links == "shared"
-    inter = intra = compute = 0.0
-    gathered, computed, reduced = [], [], []
-    for _ in range(degree):
-        inter += a
-        intra = max(inter, intra) + g
-        inter = intra if shared else inter
-        gathered.append(intra)
-    inter += phase.grad_ms
-    intra = inter if shared else intra
-    for ready in gathered:
-        compute = max(compute, ready) + e
-        computed.append(compute)
-    for ready in computed:
-        intra = max(intra, ready) + s
-        if shared:
-            inter = intra = intra + a
-        reduced.append(intra)
-    if not shared:
-        for ready in reduced:
-            inter = max(inter, ready) + a
-    return inter
-
-
 def random_phase(rng: random.Random, equal_links: bool = False) -> Phase:
     """A layer with g != s unless asked otherwise."""
 
@@ -172,14 +155,195 @@ def random_phase(rng: random.Random, equal_links: bool = False) -> Phase:
     return Phase(load(), gather, load(), gather if equal_links else load(), rng.choice([0.0, 30 * rng.random()]))
 
 
-def loads(largest: float = 1e3) -> st.SearchStrategy[Load]:
-    """Work of any size: nothing, tiny, gigantic; start-up and slope may be 0."""
-    numbers = st.one_of(st.just(0.0), st.floats(1e-6, largest), st.integers(1, 40).map(float))
-    return st.builds(Load, st.builds(LinearCost, numbers, numbers), numbers, st.integers(1, 3))
+# ---- the reference: every way to run a layer, each simulated by itself
 
 
-def phases(largest: float = 1e3) -> st.SearchStrategy[Phase]:
-    """Any layer in any of the two orders that have a closed form."""
-    load = loads(largest)
-    grads = st.one_of(st.just(0.0), st.floats(1e-6, largest**2))
-    return st.builds(Phase, load, load, load, load, grads, st.sampled_from(["paper", "shared"]))
+def played_ms(
+    work: BlockWork | MoEWork,
+    order: Order,
+    costs: Mapping[str, Cost],
+    contention: Contention = IDEAL,
+    host_ms: HostCost = 0.0,
+    *,
+    is_serial: bool = False,
+    slices: tuple[tuple[Slice, ...], tuple[Slice, ...]] = ((), ()),
+) -> float:
+    """What one block takes in one phase: its schedule, simulated."""
+    block = BlockWork((), work, ()) if isinstance(work, MoEWork) else work
+    schedule = block_schedule(block, order.plan(*slices))
+    if is_serial:
+        return simulate(schedule.in_one_lane(), costs, IDEAL, host_ms).makespan_ms
+    return simulate(schedule, costs, contention, host_ms).makespan_ms
+
+
+Pair = tuple[Order, Order]
+
+
+@dataclass(frozen=True)
+class EveryPlan:
+    """All plans of a layer's forward and backward that a system and the rules allow, with their times."""
+
+    times_ms: dict[Pair, tuple[float, float]]
+    """(forward, backward) -> what each phase takes."""
+    uncut_ms: tuple[float, float]
+    """What each phase takes in the first way with one chunk."""
+    min_gain: float
+    """The share of this that another plan has to gain."""
+    must_match: bool
+    """Both phases have the same number of chunks."""
+    asked: tuple[Order | None, Order | None]
+    uncut: Order
+
+    def may_be_chosen(self, pair: Pair) -> bool:
+        """Whether a plan gains enough over the uncut one: in each phase, or together where both are cut alike."""
+
+        def gains(of_plan_ms: float, uncut_ms: float) -> bool:
+            return of_plan_ms < (1 - self.min_gain) * uncut_ms * (1 + 1e-9)
+
+        times_ms, degrees = self.times_ms[pair], {each.degree for each in pair}
+        if self.must_match and degrees != {1}:
+            is_uncut_open = any(first.degree == second.degree == 1 for first, second in self.times_ms)
+            return not is_uncut_open or gains(sum(times_ms), sum(self.uncut_ms))
+        alone = zip(pair, self.asked, times_ms, self.uncut_ms, strict=True)
+        return all(order in (asked, self.uncut) or gains(*each_ms) for order, asked, *each_ms in alone)
+
+    @property
+    def best_ms(self) -> float:
+        """The least that both phases take in a plan that may be chosen."""
+        return min(sum(times_ms) for pair, times_ms in self.times_ms.items() if self.may_be_chosen(pair))
+
+
+def every_plan(planner: Planner, layer: Layer, space: SearchSpace, sent: tuple[Slice, ...] = ()) -> EveryPlan:
+    """Simulate all plans of a layer in a space, one by one; of several micro-batches the last one's backward sends
+    gradients, and times are their mean."""
+    costs, settings = layer.costs or planner.written, planner.settings
+    works = layer.forward.moe, layer.backward.moe
+
+    def ms(backward: int, order: Order, same_chunks: bool = True) -> float:
+        of_phase, host_ms = costs.of(bool(backward), same_chunks)
+        how = works[backward], order, of_phase, settings.contention, host_ms
+        alone_ms = played_ms(*how, is_serial=settings.is_serial)
+        if not (backward and sent):
+            return alone_ms
+        last_ms = played_ms(*how, is_serial=settings.is_serial, slices=(sent, ()))
+        return alone_ms + (last_ms - alone_ms) / settings.num_micro_batches
+
+    ways = []
+    for backward, (moe, asked) in enumerate(zip(works, space.asked, strict=True)):
+        of_phase = costs.of(bool(backward))[0]
+        orders = [
+            replace(each, conversions=where)
+            for each in space.orders
+            for where in (CONVERSIONS if moe.may_convert_on_compute and each.degree > 1 else ("links",))
+        ]
+        orders = [each for each in orders if may_be_chosen(Proposal(each, moe, bool(backward), costs=of_phase))]
+        ways.append([asked] if asked is not None else orders)
+    forward_ms = {order: ms(0, order) for order in ways[0]}
+    backward_ms = {(order, same): ms(1, order, same) for order in ways[1] for same in (True, False)}
+    times_ms = {(f, b): (forward_ms[f], backward_ms[b, f.degree == b.degree]) for f, b in itertools.product(*ways)}
+    must_match = space.common_degree or costs.uses_rng
+    alike = {pair: each for pair, each in times_ms.items() if pair[0].degree == pair[1].degree}
+    first = Order(1, space.orders[0].links)
+    return EveryPlan(
+        alike if must_match and alike else times_ms,
+        (ms(0, first), ms(1, first)),
+        max(space.min_gain, costs.relative_residual) if space.min_gain else 0.0,
+        must_match,
+        space.asked,
+        first,
+    )
+
+
+def noisy(profile: LayerProfile, share: float) -> LayerProfile:
+    """Measured off its lines by this share, up and down in turn, so that the lines stay about where they are."""
+    operations = {
+        name: replace(
+            each,
+            times_ms=tuple(
+                (1 + (share if place % 2 else -share)) * each.fit.cost.ms(size) for place, size in enumerate(each.sizes)
+            ),
+        )
+        for name, each in profile.operations.items()
+    }
+    return replace(profile, operations=operations)
+
+
+def cut_anew(profile: LayerProfile, factor: float) -> LayerProfile:
+    """A backward that takes so many times as long where its chunks are not those of the forward."""
+    at = profile.operations[BACKWARD]
+    dearer = replace(at, times_ms=tuple(factor * each for each in at.times_ms))
+    return replace(profile, operations={**profile.operations, BACKWARD_ANEW: dearer})
+
+
+def switched(costs: LayerCosts, layer: Layer) -> LayerCosts:
+    """Collectives that go another way from half of their size on, and a worse one."""
+
+    def of(block: BlockWork, own: Mapping[str, Cost]) -> dict[str, Cost]:
+        half = {each.kind: each.size / 2 for each in block.moe.collectives}
+        above = {kind: LinearCost(3 * own[kind].alpha_ms + 2.0, 1.5 * own[kind].beta_ms) for kind in half}
+        return {**own, **{kind: SwitchedCost(own[kind], above[kind], size) for kind, size in half.items()}}
+
+    return replace(
+        costs,
+        forward=of(layer.forward, costs.forward),
+        backward=of(layer.backward, costs.backward),
+        rechunked=None if costs.rechunked is None else of(layer.backward, costs.rechunked),
+    )
+
+
+@st.composite
+def measured_layers(draw: st.DrawFn, issues_ahead: bool) -> Layer:
+    """A layer whose costs were measured: experts of any kind, few slots or many, exact lines or not."""
+    is_written = draw(st.booleans())
+    uses_rng = not is_written and draw(st.booleans())
+    profile = made_up(draw(st.integers(0, 999)), is_written, uses_rng, draw(st.sampled_from((0.0, 0.02, 2.0))))
+    if not is_written:
+        profile = cut_anew(profile, draw(st.sampled_from((1.0, 1.3, 100.0))))
+    if share := draw(st.sampled_from((0.0, 0.0, 0.03, 0.2))):
+        profile = noisy(profile, share)
+    wires = draw(st.sampled_from(((1.0, 1.0), (1.0, 1.0), (0.3, 0.3))))
+    if wires != (1.0, 1.0):
+        made_ms = draw(st.sampled_from((0.1, 4.0)))
+        operations = {name: line(0.05, made_ms, 1e5) for name in (QUANTISED, DEQUANTISED)}
+        profile = replace(profile, operations={**profile.operations, **operations})
+    if issues_ahead:
+        issued_ms = draw(st.sampled_from((0.0, 0.3, 3.0)))
+        operations = {name: replace(each, issued_ms=(issued_ms,) * 3) for name, each in profile.operations.items()}
+        profile = replace(profile, operations=operations)
+    shape = replace(SIZES, capacity=draw(st.sampled_from((840, 840, 3, 5))), wires=wires)
+    layer = layer_of_call(GROUPS, shape, profile.costs(issues_ahead))
+    is_switched = draw(st.sampled_from((False, False, True)))
+    return replace(layer, costs=switched(layer.costs, layer)) if is_switched else layer
+
+
+@st.composite
+def choices_to_make(draw: st.DrawFn) -> tuple[Planner, Layer, SearchSpace, tuple[Slice, ...]]:
+    """A planner, a layer that was measured or is written of in any layout, what a system leaves open of it, and the
+    gradients that its backward sends.
+
+    Lina's chunks follow from bytes and not from times: see test_micro_ops.py.
+    """
+    settings = Settings(
+        draw(st.sampled_from((*CONTENTIONS, Contention(links=0.9)))),
+        draw(st.sampled_from((0.0, 0.0, 0.01, 0.2))),
+        max_degree=draw(st.integers(1, 7)),
+        is_serial=draw(st.sampled_from((False, False, False, True))),
+        min_gain=draw(st.sampled_from((0.0, 0.03, 0.1))),
+        num_micro_batches=draw(st.sampled_from((1, 1, 2, 5))),
+    )
+    rng = random.Random(draw(st.integers(0, 10**6)))
+    planner = Planner(random_costs(rng), settings)
+    sent: tuple[Slice, ...] = ()
+    if draw(st.booleans()):
+        layout = draw(st.sampled_from(sorted(LAYOUTS)))
+        layer, lanes = layer_of(layout), grad_lanes_of(layout)
+        sent = tuple(Slice(GRAD, lanes, size) for size in draw(st.sampled_from(((), (), (60.0,), (900.0,)))))
+    else:
+        layer = draw(measured_layers(issues_ahead=draw(st.booleans())))
+    space = settings.space(draw(st.sampled_from([each for each in NAMES if each != "lina"])))
+    degrees = draw(st.sampled_from(((None, None),) * 4 + ((3, None), (None, 2), (1, None), (5, 3))))
+    if degrees != (None, None):
+        space = space.with_degrees(*degrees, draw(st.sampled_from(("shared", "paper"))))
+    elif draw(st.sampled_from((False, False, False, True))):
+        space = space.unchunked("reduce_first")
+    return planner, layer, space, sent

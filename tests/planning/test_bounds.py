@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.degree import Load, Phase
-from ds_fsmoe.planning.schedule import GRAD, Lane
+from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
+from ds_fsmoe.planning.schedule import EXPERT, GRAD, Lane
 from ds_fsmoe.planning.timeline import simulate
-from ds_fsmoe.planning.workload import Gradient, Layer
-from tests.planning.layers import bare_block, simulated_ms
+from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Stage, Work
+from tests.planning.layers import bare_block, layer_of, played_ms, random_costs, simulated_ms
 
 
 def phase_of(*sizes: float) -> Phase:
@@ -66,3 +69,35 @@ def test_in_halves_the_busiest_lane_alone_is_the_bound_and_gradients_are_on_it()
     # A layer that is recomputed does its forward again in the backward.
     again = replace(layer, recompute=True, gradients=())
     assert busiest_ms([again] * 2, costs) == pytest.approx((80.0, 160.0))
+
+
+def bare(enter_ms: float, forward_ms: float, backward_ms: float) -> Layer:
+    """A layer with an all-to-all and experts; sizes are milliseconds."""
+    enter = (Stage("A2A_IN", (Lane.INTER,), enter_ms, group="ep"),)
+    forward, backward = (
+        BlockWork((), MoEWork(enter, Work(EXPERT, (Lane.COMPUTE,), ms), ()), ()) for ms in (forward_ms, backward_ms)
+    )
+    return Layer(forward, backward, ())
+
+
+def test_the_bound_of_a_model_is_what_its_busiest_lane_has_to_do_and_no_less() -> None:
+    costs = {kind: LinearCost(0.0, 1.0) for kind in ("A2A_IN", EXPERT, GRAD)}
+    gradient = Gradient(GRAD, (Lane.INTER,), 5)
+    sending, computing = replace(bare(10.0, 1.0, 2.0), gradients=(gradient,)), bare(1.0, 10.0, 12.0)
+    # Three all-to-alls, and in the backward three times the gradients; a chunk has to be computed after the last.
+    assert step_bounds_ms([sending] * 3, costs) == pytest.approx((30.0, 45.0), abs=0.2)
+    assert lower_bound_ms(sending.backward, costs, grad_ms=5.0) == pytest.approx(15.0, abs=0.2)
+    assert step_bounds_ms([computing] * 3, costs) == pytest.approx((30.0, 36.0), abs=0.5)
+    # Plans of many chunks come near: it is no less than what can be done.
+    for layer in (sending, computing):
+        plan = plan_by_name(Planner(costs, Settings(max_degree=16, min_gain=0.0)), "best", [layer] * 3)
+        forward_ms, backward_ms = (each.makespan_ms for each in plan.timelines(costs))
+        bounds_ms = step_bounds_ms([layer] * 3, costs, 17)
+        assert forward_ms <= 1.05 * bounds_ms[0]
+        assert backward_ms <= 1.05 * bounds_ms[1]
+
+
+def test_the_lower_bound_is_reached_where_nothing_can_overlap() -> None:
+    costs = {kind: LinearCost(0.25, 1e-3) for kind in random_costs(random.Random(8))}
+    work = layer_of("one rank").forward
+    assert lower_bound_ms(work, costs, 1) == pytest.approx(played_ms(work, Order(1), costs))

@@ -1,21 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster files: those that come with the package, and a wrong one, which is refused where it is wrong."""
+"""Cluster files: those of the package, what a file of one's own says, and a wrong one, which the reader, the schema and
+``ds_fsmoe clusters --check`` refuse alike, where it is wrong."""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json, load_cluster, names
-from ds_fsmoe.planning.cluster_schema import UNITS
+from ds_fsmoe import cli
+from ds_fsmoe.offline.plan.cluster_check import Finding, check_cluster, gb_per_s
+from ds_fsmoe.planning import cluster as clusters
+from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json, load_cluster, names, read_cluster_file
+from ds_fsmoe.planning.cluster_schema import ALL_UNITS, UNITS, schema_of_clusters
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import kind_costs
-from tests.planning.changed import with_change
+
+SCHEMA = Draft202012Validator(schema_of_clusters())
+
+
+def with_change(data: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[str, Any]:
+    """Return a copy with another value at a path; ``...`` takes the field away."""
+    changed = copy.deepcopy(data)
+    inner = changed
+    for key in path[:-1]:
+        inner = inner[key]
+    if value is ...:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return changed
+
 
 GOOD: dict[str, Any] = {
     "name": "mine",
@@ -30,6 +52,10 @@ GOOD: dict[str, Any] = {
 }
 
 
+A2A = ("operations", "inter.all_to_all")
+PAPERS = ("testbed_a", "testbed_a_printed", "testbed_b", "testbed_b_printed")
+
+
 def loaded(tmp_path: Path, data: Any) -> Any:
     path = tmp_path / "mine.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
@@ -37,7 +63,9 @@ def loaded(tmp_path: Path, data: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_cluster_of_the_package_has_all_operations_with_a_source(name: str) -> None:
+def test_a_cluster_of_the_package_has_all_operations_with_a_source_and_is_written_as_it_is_read(
+    name: str, tmp_path: Path
+) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
     assert set(cluster.operations) >= set(UNITS)
@@ -45,19 +73,31 @@ def test_every_cluster_of_the_package_has_all_operations_with_a_source(name: str
     world = cluster.num_nodes * cluster.gpus_per_node
     costs = kind_costs(cluster, Groups(world, cluster.gpus_per_node, ep=world), "2dh")
     assert costs["EXPERT"] == cluster.operations["gemm"].cost
-
-
-PAPERS = ("testbed_a", "testbed_a_printed", "testbed_b", "testbed_b_printed")
+    # Nothing is wrong or implausible with it, and it is read back as it is written.
+    found = check_cluster(name)
+    assert {each.kind for each in found} <= {"missing"} if name in PAPERS else found == ()
+    assert SCHEMA.is_valid(read_cluster_file(name)[1])
+    written = cluster_as_json(cluster)
+    assert loaded(tmp_path, written) == cluster
+    assert loaded(tmp_path, written | {"measured": {"anything": ["at", 1, None]}}) == cluster
+    assert cluster_as_json(loaded(tmp_path, written)) == written
 
 
 def test_the_package_brings_both_testbeds_in_both_readings_and_three_clusters_of_today() -> None:
     assert names() == ("a100_200", "ethernet_25", "h100_400", *PAPERS)
 
 
-def test_the_schema_beside_the_clusters_is_no_cluster() -> None:
+def test_the_schema_beside_the_clusters_is_of_this_version_and_no_cluster() -> None:
+    found = schema_of_clusters()
+    file = Path(clusters.__file__).parent / "clusters" / "cluster.schema.json"
+    assert json.loads(file.read_text(encoding="utf-8")) == found
     assert "cluster.schema" not in names()
-    with pytest.raises(ValueError, match=r"no cluster or file 'cluster.schema'"):
-        load_cluster("cluster.schema")
+    described = {**found["properties"], **found["$defs"]["Slowing"]["properties"]}
+    costs = [each["properties"] for name, each in found["$defs"].items() if "Per" in name]
+    assert len(costs) == 4
+    for each in (described, *costs):
+        assert all(field["description"] for field in each.values())
+    assert set(found["$defs"]["Operations"]["properties"]) == set(ALL_UNITS)
 
 
 # PAPER.md, section 6: (alpha in ms, beta), betas in ms per fp32 element or per multiply-add.
@@ -176,19 +216,11 @@ def test_the_papers_clusters_say_nothing_of_growth_and_the_others_do() -> None:
 
 
 def test_growth_without_the_ranks_that_it_counts_from_is_refused(tmp_path: Path) -> None:
-    path = ("operations", "inter.all_to_all")
-    data = with_change(GOOD, (*path, "alpha_ms_per_rank"), 0.01)
+    data = with_change(GOOD, (*A2A, "alpha_ms_per_rank"), 0.01)
     assert loaded(tmp_path, data).operations["inter.all_to_all"].among(5).alpha_ms == pytest.approx(0.33)
-    del data["operations"]["inter.all_to_all"]["ranks"]
     with pytest.raises(ValueError, match=r"all_to_all: ranks is missing, which alpha_ms_per_rank is relative to"):
-        loaded(tmp_path, data)
-    with pytest.raises(ValueError, match=r"gemm.alpha_ms_per_rank: unknown key"):
-        loaded(tmp_path, with_change(GOOD, ("operations", "gemm", "alpha_ms_per_rank"), 0.01))
-    with pytest.raises(ValueError, match=r"alpha_ms_per_rank = -1: must be greater than or equal to 0"):
-        loaded(tmp_path, with_change(GOOD, (*path, "alpha_ms_per_rank"), -1))
-
-
-# ---- what else a file says
+        loaded(tmp_path, with_change(data, (*A2A, "ranks"), ...))
+    assert not SCHEMA.is_valid(with_change(data, (*A2A, "ranks"), ...))
 
 
 def test_what_a_file_says_of_its_gpus_is_read(tmp_path: Path) -> None:
@@ -198,120 +230,6 @@ def test_what_a_file_says_of_its_gpus_is_read(tmp_path: Path) -> None:
     assert (dict(cluster.link_gb_per_s), cluster.contributed_by) == ({"inter": 50.0}, "me")
     silent = loaded(tmp_path, GOOD)
     assert (silent.memory_gb, silent.dtype, silent.peak_tflops, dict(silent.link_gb_per_s)) == (None, None, None, {})
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("memory_gb",), 0, "memory_gb = 0: must be greater than 0"),
-        (("memory_gb",), "80", 'memory_gb = "80": must be a number'),
-        (("peak_tflops",), -1, "peak_tflops = -1: must be greater than 0"),
-        (("dtype",), "bfloat16", "dtype = \"bfloat16\": unknown value; did you mean 'bf16'"),
-        (("link_gb_per_s",), {"inner": 1}, "link_gb_per_s.inner: unknown key; did you mean 'inter'[?]"),
-        (("link_gb_per_s",), {"inter": 0}, "link_gb_per_s.inter = 0: must be greater than 0"),
-    ],
-)
-def test_a_wrong_word_about_gpus_is_refused(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        loaded(tmp_path, with_change(GOOD, path, value))
-
-
-@pytest.mark.parametrize(
-    "value", [-1, -1e-30, float("nan"), float("inf"), True, "0.1", None, [1.0], 10**400], ids=lambda each: str(each)[:9]
-)
-@pytest.mark.parametrize(
-    "path",
-    [
-        ("operations", "gemm", "alpha_ms"),
-        ("operations", "inter.all_to_all", "beta_ms_per_byte"),
-        ("contention", "links"),
-        ("contention", "compute"),
-        ("host_ms",),
-    ],
-)
-def test_a_number_that_is_none_is_refused_by_field_and_value(tmp_path: Path, path: tuple[str, ...], value: Any) -> None:
-    message = rf"mine\.json: {'.'.join(path)} = .*: must be (a number|a finite number|greater than or equal to 0)"
-    with pytest.raises(ValueError, match=message):
-        loaded(tmp_path, with_change(GOOD, path, value))
-
-
-@pytest.mark.parametrize("value", [0, -2, 1.5, True, "4", None, float("nan")])
-@pytest.mark.parametrize("field", ["num_nodes", "gpus_per_node"])
-def test_a_count_that_is_none_is_refused(tmp_path: Path, field: str, value: Any) -> None:
-    must = "(an integer|a finite number|greater than or equal to 1)"
-    with pytest.raises(ValueError, match=rf"mine\.json: {field} = .*: must be {must}"):
-        loaded(tmp_path, with_change(GOOD, (field,), value))
-
-
-def test_a_collective_among_one_rank_is_no_measurement(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"inter.all_to_all.ranks = 1: must be greater than or equal to 2"):
-        loaded(tmp_path, with_change(GOOD, ("operations", "inter.all_to_all", "ranks"), 1))
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("num_nodes",), ..., "num_nodes is missing"),
-        (("operations",), ..., "operations is missing"),
-        (("operations", "gemm", "alpha_ms"), ..., "operations.gemm.alpha_ms is missing"),
-        (("operations", "gemm", "beta_ms_per_flop"), ..., "operations.gemm.beta_ms_per_flop is missing"),
-        (("gpu_per_node",), 4, "gpu_per_node: unknown key; did you mean 'gpus_per_node'[?]"),
-        (("zzz",), 4, "zzz: unknown key; the keys are name, source, num_nodes, "),
-        (
-            ("operations", "inter.alltoall"),
-            {},
-            "operations.inter.alltoall: unknown key; did you mean 'inter.all_to_all'[?]",
-        ),
-        (
-            ("operations", "gemm", "beta_ms_per_byte"),
-            1.0,
-            "operations.gemm.beta_ms_per_byte: unknown key; did you mean 'beta_ms_per_flop'[?]",
-        ),
-        (("operations", "gemm", "ranks"), 2, "operations.gemm.ranks: unknown key; "),
-        (("operations", "gemm"), 0.1, "operations.gemm = 0.1: must be an object"),
-        (("operations",), [], r"operations = \[\]: must be an object"),
-        (("contention",), 0.5, "contention = 0.5: must be an object"),
-        (("contention", "link"), 0.5, "contention.link: unknown key; did you mean 'links'[?]"),
-    ],
-)
-def test_a_field_that_is_missing_unknown_or_misspelt_is_named_with_the_choices(
-    tmp_path: Path, path: tuple[str, ...], value: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"mine\.json: {message}"):
-        loaded(tmp_path, with_change(GOOD, path, value))
-
-
-@pytest.mark.parametrize("text", ["", "{", "num_nodes: 2", "{'num_nodes': 2}"])
-def test_a_file_that_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match=r"mine\.json: cannot be read as JSON: "):
-        loaded(tmp_path, text)
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "null", '"testbed_a"'])
-def test_a_file_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match=r"mine\.json: must be an object"):
-        loaded(tmp_path, text)
-
-
-def test_an_unknown_cluster_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    choices = f"the choices are {', '.join(names())}, or the path of a JSON file"
-    with pytest.raises(ValueError, match=r"no cluster or file 'testbedb': did you mean 'testbed_b'[?]$"):
-        load_cluster("testbedb")
-    for nothing in ("zzz", "", str(tmp_path), str(tmp_path / "missing.json")):
-        with pytest.raises(ValueError, match=f"no cluster or file .*: {choices}"):
-            load_cluster(nothing)
-
-
-# ---- written
-
-
-@pytest.mark.parametrize("name", names())
-def test_a_cluster_that_is_written_is_read_back_equal(tmp_path: Path, name: str) -> None:
-    cluster = load_cluster(name)
-    written = cluster_as_json(cluster)
-    assert loaded(tmp_path, written) == cluster
-    assert loaded(tmp_path, json.dumps(written | {"measured": {"anything": ["at", 1, None]}})) == cluster
-    assert cluster_as_json(loaded(tmp_path, written)) == written
 
 
 def test_numbers_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
@@ -325,7 +243,248 @@ def test_numbers_are_read_back_to_the_last_bit(tmp_path: Path) -> None:
     assert found.contention.traffic == 1 / 13
 
 
-@pytest.mark.parametrize("value", [[], 3, None, "fast"])
-def test_what_was_measured_is_an_object_if_it_is_there(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(ValueError, match=r"mine\.json: measured = .*: must be an object"):
-        loaded(tmp_path, GOOD | {"measured": value})
+# ---- what is wrong with a file
+
+NUMBERS = (
+    ("operations", "gemm", "alpha_ms"),
+    ("operations", "inter.all_to_all", "beta_ms_per_byte"),
+    ("contention", "links"),
+    ("contention", "compute"),
+    ("host_ms",),
+)
+NO_NUMBER = "must be (a number|a finite number|greater than or equal to 0)"
+NO_COUNT = "must be (an integer|a finite number|greater than or equal to 1)"
+WRONG = [
+    *((path, value, f"{'.'.join(path)} = .*: {NO_NUMBER}") for path in NUMBERS for value in (-1, "0.1", True)),
+    *((NUMBERS[1], value, NO_NUMBER) for value in (-1e-30, float("nan"), float("inf"), None, [1.0], 10**400)),
+    *(((field,), value, f"{field} = .*: {NO_COUNT}") for field in ("num_nodes", "gpus_per_node") for value in (0, 1.5)),
+    *((("num_nodes",), value, NO_COUNT) for value in (-2, True, "4", None, float("nan"))),
+    (("memory_gb",), 0, "memory_gb = 0: must be greater than 0"),
+    (("memory_gb",), "80", 'memory_gb = "80": must be a number'),
+    (("peak_tflops",), -1, "peak_tflops = -1: must be greater than 0"),
+    (("dtype",), "bfloat16", "dtype = \"bfloat16\": unknown value; did you mean 'bf16'"),
+    (("dtype",), "half", "dtype = \"half\": must be 'fp32', 'bf16', 'fp16' or 'fp8'"),
+    (
+        ("link_gb_per_s",),
+        {"inner": 1},
+        "link_gb_per_s.inner: unknown key; did you mean 'inter'",
+    ),
+    (("link_gb_per_s",), {"inter": 0}, "link_gb_per_s.inter = 0: must be greater than 0"),
+    (("num_nodes",), ..., "num_nodes is missing"),
+    (("operations",), ..., "operations is missing"),
+    (("operations", "gemm", "alpha_ms"), ..., "operations.gemm.alpha_ms is missing"),
+    (("operations", "gemm", "beta_ms_per_flop"), ..., "operations.gemm.beta_ms_per_flop is missing"),
+    (("gpu_per_node",), 4, "gpu_per_node: unknown key; did you mean 'gpus_per_node'[?]"),
+    (("zzz",), 4, "zzz: unknown key; the keys are name, source, num_nodes, "),
+    (("operations", "inter.alltoall"), {}, "inter.alltoall: unknown key; did you mean 'inter.all_to_all'[?]"),
+    (("operations", "gemms"), {}, "operations.gemms: unknown key"),
+    (("operations", "gemm", "beta_ms_per_byte"), 1.0, "gemm.beta_ms_per_byte: unknown key; did you mean"),
+    (("operations", "gemm", "ranks"), 2, "operations.gemm.ranks: unknown key; "),
+    (("operations", "gemm", "alpha_ms_per_rank"), 0.01, "gemm.alpha_ms_per_rank: unknown key"),
+    (("operations", "gemm"), 0.1, "operations.gemm = 0.1: must be an object"),
+    ((*A2A, "alpha_ms_per_rank"), -1, "alpha_ms_per_rank = -1: must be greater than or equal to 0"),
+    ((*A2A, "ranks"), 1, "inter.all_to_all.ranks = 1: must be greater than or equal to 2"),
+    ((*A2A, "ranks"), 1 << 21, "inter.all_to_all.ranks = 2097152: must be"),
+    (("operations",), [], r"operations = \[\]: must be an object"),
+    (("contention",), 0.5, "contention = 0.5: must be an object"),
+    (("contention", "link"), 0.5, "contention.link: unknown key; did you mean 'links'[?]"),
+    *((("measured",), value, "measured = .*: must be an object") for value in ([], 3, None, "fast")),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), WRONG)
+def test_reader_schema_and_check_refuse_what_is_wrong_by_field_and_value_with_the_choices(
+    tmp_path: Path, path: tuple[str, ...], value: Any, message: str
+) -> None:
+    data = with_change(GOOD, path, value)
+    with pytest.raises(ValueError, match=rf"mine\.json: .*{message}"):
+        loaded(tmp_path, data)
+    (found,) = check_cluster(str(tmp_path / "mine.json"))
+    assert found.kind == "wrong"
+    assert re.search(message, found.sentence)
+    # JSON has no numbers that are none.
+    assert not SCHEMA.is_valid(data) or value in (float("inf"), 10**400) or value != value
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, "cannot be read as JSON: ") for text in ("", "{", "num_nodes: 2", "{'num_nodes': 2}")),
+        *((text, "must be an object") for text in ("[]", "3", "null", '"testbed_a"')),
+    ],
+)
+def test_a_file_that_is_no_json_or_no_object_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=rf"mine\.json: {message}"):
+        loaded(tmp_path, text)
+
+
+def test_an_unknown_cluster_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    choices = f"the choices are {', '.join(names())}, or the path of a JSON file"
+    with pytest.raises(ValueError, match=r"no cluster or file 'testbedb': did you mean 'testbed_b'[?]$"):
+        load_cluster("testbedb")
+    for nothing in ("zzz", "", str(tmp_path), str(tmp_path / "missing.json")):
+        with pytest.raises(ValueError, match=f"no cluster or file .*: {choices}"):
+            load_cluster(nothing)
+
+
+# ---- what is checked beyond that
+
+
+def checked(tmp_path: Path, *changes: tuple[tuple[str, ...], Any], of: str = "h100_400") -> tuple[Finding, ...]:
+    """What is said of a cluster with changes; ``...`` takes a field away."""
+    data = read_cluster_file(of)[1]
+    for path, value in changes:
+        data = with_change(data, path, value)
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return check_cluster(str(file))
+
+
+def test_all_that_is_wrong_is_said_at_once_each_by_path_value_and_choices(tmp_path: Path) -> None:
+    found = checked(
+        tmp_path,
+        (("num_nodes",), 0),
+        (("gpus_per_nod",), 8),
+        (("dtype",), "half"),
+        (("operations", "gemm", "alpha_ms"), ...),
+        (("operations", "inter.all_to_all", "ranks"), 1),
+        (("operations", "inter.alltoall"), {}),
+        (("contention", "links"), "much"),
+    )
+    assert {each.kind for each in found} == {"wrong"}
+    expected = (
+        r"num_nodes = 0: must be greater than or equal to 1",
+        r"gpus_per_nod: unknown key; did you mean 'gpus_per_node'.",
+        r"dtype = \"half\": must be 'fp32', 'bf16', 'fp16' or 'fp8'",
+        r"operations\.gemm\.alpha_ms is missing",
+        r"operations\.inter\.all_to_all\.ranks = 1: must be greater than or equal to 2",
+        r"operations\.inter\.alltoall: unknown key; did you mean 'inter.all_to_all'.",
+        r"contention\.links = \"much\": must be a number.*",
+    )
+    for pattern in expected:
+        assert sum(bool(re.fullmatch(pattern, each.sentence)) for each in found) == 1, pattern
+    assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "kind", "sentence"),
+    [
+        (
+            ("operations", "inter.all_to_all", "beta_ms_per_byte"),
+            1e-8,
+            "wrong",
+            "operations.inter.all_to_all.beta_ms_per_byte = 1e-08: is 87.5 GB/s, more than the port carries, "
+            "link_gb_per_s.inter = 50",
+        ),
+        (
+            ("operations", "inter.all_to_all", "beta_ms_per_byte"),
+            2e-5,
+            "implausible",
+            "operations.inter.all_to_all.beta_ms_per_byte = 2e-05: is 0.0437 GB/s, under a hundredth of "
+            "link_gb_per_s.inter = 50",
+        ),
+        (
+            ("operations", "intra.all_gather", "beta_ms_per_byte"),
+            1e-7,
+            "implausible",
+            "operations.intra.all_gather is 8.75 GB/s, slower than operations.inter.all_gather at 47 GB/s",
+        ),
+        (
+            ("operations", "gemm", "beta_ms_per_flop"),
+            5e-13,
+            "wrong",
+            "operations.gemm.beta_ms_per_flop = 5e-13: is 2000 TFLOP/s, more than the GPU computes, peak_tflops = 989",
+        ),
+        (
+            ("operations", "gemm", "beta_ms_per_flop"),
+            1e-9,
+            "implausible",
+            "operations.gemm.beta_ms_per_flop = 1e-09: is 1 TFLOP/s, under a hundredth of peak_tflops = 989",
+        ),
+        (("operations", "gemm", "beta_ms_per_flop"), 0, "implausible", "operations.gemm.beta_ms_per_flop = 0"),
+        (("operations", "intra.all_to_all", "beta_ms_per_byte"), 0, "implausible", "operations.intra.all_to_all.beta"),
+        (("operations", "gemm", "alpha_ms"), 500, "implausible", "operations.gemm.alpha_ms = 500: a start-up of over"),
+        (
+            ("operations", "inter.all_to_all", "alpha_ms_per_rank"),
+            1.0,
+            "implausible",
+            "operations.inter.all_to_all.alpha_ms_per_rank = 1: 8 ranks would take 8 ms",
+        ),
+        (("operations", "softmax"), ..., "missing", "operations.softmax is missing, and every layer needs it"),
+        (
+            ("operations", "inter.all_reduce"),
+            ...,
+            "missing",
+            "operations.inter.all_reduce is missing: data parallelism over that link cannot be planned",
+        ),
+        (("operations", "order", "source"), ..., "missing", "operations.order.source is missing"),
+        (("operations", "intra.all_reduce", "ranks"), ..., "missing", "operations.intra.all_reduce.ranks is missing"),
+        (("memory_gb",), ..., "missing", "memory_gb is missing: whether a model fits cannot be said"),
+        (("contention",), ..., "missing", "contention is missing"),
+        (("source",), "", "missing", "source is missing"),
+    ],
+)
+def test_what_is_missing_or_cannot_well_be_is_one_sentence(
+    tmp_path: Path, path: tuple[str, ...], value: Any, kind: str, sentence: str
+) -> None:
+    found = checked(tmp_path, (path, value))
+    assert [each.kind for each in found if each.sentence.startswith(sentence)] == [kind]
+
+
+def test_a_single_node_needs_no_collectives_between_nodes(tmp_path: Path) -> None:
+    without = [(("operations", f"inter.{each}"), ...) for each in ("all_to_all", "all_gather")]
+    assert len(checked(tmp_path, *without)) == 2
+    assert checked(tmp_path, *without, (("num_nodes",), 1)) == ()
+
+
+def test_rates_are_those_of_the_wire() -> None:
+    cost = LinearCost(0.1, 2e-8)  # 50 GB of buffer in a second
+    assert gb_per_s("inter.all_to_all", Operation(cost, 4)) == pytest.approx(37.5)
+    assert gb_per_s("inter.all_to_all", Operation(cost)) == pytest.approx(50.0)
+    # Where switches add up, every rank sends its buffer once.
+    assert gb_per_s("intra.all_reduce", Operation(cost, 4)) == pytest.approx(50.0)
+    assert gb_per_s("intra.all_gather", Operation(LinearCost(0.1, 0.0), 4)) == 0.0
+
+
+# ---- the command
+
+
+def test_the_list_has_every_cluster_with_links_and_sources(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["clusters"]) == 0
+    text = capsys.readouterr().out
+    for name in names():
+        assert re.search(rf"(?m)^{name} +\d+ x \d+ ", text), name
+        assert re.search(rf"(?m)^{name}: .", text), name
+    assert re.search(r"(?m)^h100_400 +8 x 8 +H100 SXM5 +80 +bf16 +335 +45 +770$", text)
+    assert cli.main(["clusters", "--sources"]) == 0
+    assert "  inter.all_reduce: 47 GB/s" in capsys.readouterr().out
+
+
+def test_only_what_is_wrong_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["clusters", "--check", "h100_400", "testbed_a"]) == 0
+    text = capsys.readouterr().out
+    assert "h100_400: no problems found" in text
+    assert "testbed_a: missing: peak_tflops is missing" in text
+    file = tmp_path / "mine.json"
+    data = read_cluster_file("a100_200")[1] | {"num_nodes": "many"}
+    file.write_text(json.dumps(data), encoding="utf-8")
+    assert cli.main(["clusters", "--check", "h100_400", str(file)]) == 1
+    assert f'{file}: wrong: num_nodes = "many": must be an integer' in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_there_or_no_json_is_a_wrong_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text("{", encoding="utf-8")
+    for name, words in ((str(file), "cannot be read as JSON"), ("h100", "did you mean 'h100_400'")):
+        assert cli.main(["clusters", "--check", name]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_the_config_of_a_model_is_called_that_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048}')
+    assert cli.main(["clusters", "--check", str(file)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"{file}: wrong: this is a Hugging Face config, not a cluster file; give it to plan --hf-config"]

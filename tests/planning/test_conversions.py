@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.block import ORDERS
-from ds_fsmoe.planning.call_shape import CallShape, call_timeline, layer_of_call, moe_work
+from ds_fsmoe.planning.call_shape import CallShape, layer_of_call, moe_work
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost
 from ds_fsmoe.planning.decide import rules
 from ds_fsmoe.planning.decide.block_times import Order, order_words
+from ds_fsmoe.planning.decide.bounds import lower_bound_ms
 from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.groups import Groups
@@ -48,20 +49,11 @@ def test_conversions_are_beside_the_experts_where_links_are_full_and_on_links_wh
     assert {each.conversions for each in chosen(layer(expert_ms=60.0, conversion_ms=3.0))} == {"links"}
 
 
-def test_the_choice_is_the_faster_one_as_simulated() -> None:
-    for expert_ms in (2.0, 20.0, 60.0):
-        of = layer(expert_ms, 3.0)
-        for backward, order in enumerate(chosen(of, "fsmoe")):
-            plans = {
-                where: PhasePlan(
-                    replace(order, conversions=where).plan(), SPREAD_OUT, bool(backward), narrow=(True, True)
-                )
-                for where in ("links", "compute")
-            }
-            each_ms = {
-                where: call_timeline(plan.schedule, plan, NARROW, of.costs).makespan_ms for where, plan in plans.items()
-            }
-            assert each_ms[order.conversions] == pytest.approx(min(each_ms.values()))
+def test_the_lower_bound_holds_where_conversions_run_beside_the_experts_too() -> None:
+    of = layer(expert_ms=2.0, conversion_ms=3.0)
+    for work, choice in zip((of.forward, of.backward), Planner({}).choose(of, SearchSpace.of("best", 8)), strict=True):
+        assert choice.order.conversions == "compute"
+        assert lower_bound_ms(work, of.costs.forward, 8) <= choice.time_ms
 
 
 def test_without_narrow_wires_there_is_nothing_to_choose() -> None:

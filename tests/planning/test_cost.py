@@ -5,17 +5,12 @@ from __future__ import annotations
 
 import math
 import random
-import statistics
-from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulations.paper import layers_of, load_bed, phases
 from ds_fsmoe.planning.cost import Fit, LinearCost, SwitchedCost, fit, fit_switched, least_ms
-from ds_fsmoe.planning.decide.degree import choose_exact, makespan_ms
 
 
 def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:
@@ -141,47 +136,12 @@ def test_a_switch_that_leaves_half_of_the_deviation_is_not_believed() -> None:
     assert isinstance(found.cost, LinearCost)
 
 
-def _line_of_squares(sizes: list[float], times_ms: list[float]) -> LinearCost:
-    """Return the line of least squares, which is what sees the largest sizes alone."""
-    slope, start = np.polyfit(np.array(sizes) / max(sizes), times_ms, 1)
-    if start < 0:
-        start, slope = 0.0, float(np.dot(sizes, times_ms) / np.dot(sizes, sizes)) * max(sizes)
-    return LinearCost(max(0.0, float(start)), max(0.0, float(slope)) / max(sizes))
-
-
-def test_degrees_from_noisy_measurements_lose_less_than_half_of_what_least_squares_lose() -> None:
-    """Layers of the paper's testbed B, with medians of five measurements that scatter by a twentieth."""
-    bed, lost = load_bed("b"), {True: [], False: []}
-    for is_robust, losses in lost.items():
-        chance = random.Random(0)
-        for shape in layers_of(bed, 60):
-            for phase in phases(bed, shape):
-                parts = {}
-                for name in ("a2a", "gather", "expert", "reduce"):
-                    load = getattr(phase, name)
-                    sizes = [load.size / parts for parts in (16, 8, 4, 2, 1)]
-                    times_ms = [
-                        load.cost.ms(size) * statistics.median(1 + chance.gauss(0, 0.05) for _ in range(5))
-                        for size in sizes
-                    ]
-                    cost = fit(sizes, times_ms).cost if is_robust else _line_of_squares(sizes, times_ms)
-                    parts[name] = replace(load, cost=cost)
-                chosen = choose_exact(replace(phase, **parts))
-                losses.append(makespan_ms(phase, chosen) / makespan_ms(phase, choose_exact(phase)) - 1)
-    assert statistics.fmean(lost[True]) < min(0.005, 0.5 * statistics.fmean(lost[False]))
-    assert max(lost[True]) < min(0.1, max(lost[False]))
-
-
 def test_what_a_fit_is_typically_off_by_is_the_root_of_the_mean_square() -> None:
     found = Fit(LinearCost(0.0, 2.0), 0.9, (5.0, 10.0, 20.0, 40.0), (3.0, -4.0, 0.0, 0.0))
     assert (found.typical_share, found.worst_share) == (
         pytest.approx(math.sqrt((0.3**2 + 0.2**2) / 4)),
         0.3,
     )
-
-
-def test_fewer_than_six_measurements_are_one_line() -> None:
-    assert isinstance(fit_switched([1, 2, 4, 8, 16], [1, 1, 1, 50, 60]).cost, LinearCost)
 
 
 @pytest.mark.parametrize("seed", range(8))

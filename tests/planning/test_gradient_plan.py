@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from ds_fsmoe.planning.decide.gradient_plan import (
     never_above,
     plan_by_bytes,
     plan_by_rule,
+    plan_micro_ops,
 )
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 
@@ -64,12 +67,22 @@ def check(plan: GradientPlan, given_supplies: list[BufferReadiness]) -> list[int
 
 @UNHURRIED
 @given(supplies(), st.sampled_from(MODES), st.integers(1, 40_000))
-def test_a_plan_by_rule_sends_what_exists_once_and_in_order(
+def test_a_plan_by_rule_sends_what_exists_once_and_in_order_as_its_mode_says(
     given_supplies: list[BufferReadiness], mode: str, chunk_bytes: int
 ) -> None:
     plan = plan_by_rule(given_supplies, mode, chunk_bytes)
-    check(plan, given_supplies)
+    sent = check(plan, given_supplies)
     assert plan.num_windows == len(given_supplies[0].ready)
+    if mode in ("adaptive", "dense_only"):
+        assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies], "something is left"
+    assert not any(plan.moe) or mode in ("adaptive", "fixed_chunk")
+    assert not any(plan.dense) or mode in ("dense_only", "micro_ops", "adaptive")
+    for parcels in plan.moe if mode == "fixed_chunk" else ():
+        assert len({each.flat for each in parcels}) == len(parcels)
+        for each in parcels:
+            supply = given_supplies[each.flat]
+            least_bytes = supply.step * supply.element_bytes
+            assert (each.stop - each.first) * supply.element_bytes <= max(chunk_bytes, least_bytes)
 
 
 @UNHURRIED
@@ -87,61 +100,11 @@ def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
                 assert got <= sum(size for of_kind, size in slices if of_kind == kind)
 
 
-@UNHURRIED
-@given(supplies(), st.integers(1, 40_000))
-def test_adaptive_leaves_nothing_that_the_last_window_could_take(
-    given_supplies: list[BufferReadiness], chunk_bytes: int
-) -> None:
-    sent = check(plan_by_rule(given_supplies, "adaptive", chunk_bytes), given_supplies)
-    assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
-
-
-@UNHURRIED
-@given(supplies(), st.integers(1, 40_000))
-def test_dense_only_sends_all_that_exists_beside_the_layers(
-    given_supplies: list[BufferReadiness], chunk_bytes: int
-) -> None:
-    plan = plan_by_rule(given_supplies, "dense_only", chunk_bytes)
-    assert not any(plan.moe)
-    sent = check(plan, given_supplies)
-    assert sent == [each.end(each.ready[-1]) if each.ready else 0 for each in given_supplies]
-
-
-@UNHURRIED
-@given(supplies(), st.integers(1, 40_000))
-def test_fixed_chunk_sends_at_most_a_chunk_per_buffer_and_window(
-    given_supplies: list[BufferReadiness], chunk_bytes: int
-) -> None:
-    plan = plan_by_rule(given_supplies, "fixed_chunk", chunk_bytes)
-    assert not any(plan.dense)
-    for parcels in plan.moe:
-        assert len({each.flat for each in parcels}) == len(parcels)
-        for each in parcels:
-            supply = given_supplies[each.flat]
-            least_bytes = supply.step * supply.element_bytes
-            assert (each.stop - each.first) * supply.element_bytes <= max(chunk_bytes, least_bytes)
-
-
 def test_the_share_of_a_window_in_numbers() -> None:
     plan = plan_by_rule([BufferReadiness(GRAD, 4, (10, 10, 31), 40)], "adaptive", 1)
     assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 4)], [(4, 7)], [(7, 31)]]
     plan = plan_by_rule([BufferReadiness(GRAD, 4, (10, 10, 31), 40)], "fixed_chunk", 27)
     assert [[(e.first, e.stop) for e in parcels] for parcels in plan.moe] == [[(0, 6)], [(6, 10)], [(10, 16)]]
-
-
-def test_slices_of_a_large_buffer_end_at_multiples_of_128_elements() -> None:
-    large = [BufferReadiness(GRAD, 4, (1000, 1100, 9000), 9000)]
-    assert parts_of(plan_by_rule(large, "dense_only", 1).dense) == [[(0, 896)], [(896, 1024)], [(1024, 9000)]]
-    assert parts_of(plan_by_rule(large, "fixed_chunk", 1).moe) == [[(0, 128)], [(128, 256)], [(256, 384)]]
-    wanted = [WindowBytes(((GRAD, 3000.0), (GRAD, 500.0))), WindowBytes(((GRAD, 1e6),)), WindowBytes(((GRAD, 4000.0),))]
-    assert parts_of(plan_by_bytes(large, wanted).moe) == [[(0, 640)], [(640, 1024)], [(1024, 1920)]]
-    # A small one is cut where it is asked for: a whole step would be all of it.
-    small = [BufferReadiness(GRAD, 4, (1000, 1100, 2000), 2000)]
-    assert parts_of(plan_by_rule(small, "dense_only", 1).dense) == [[(0, 1000)], [(1000, 1100)], [(1100, 2000)]]
-
-
-def parts_of(windows: tuple[tuple[GradientSlice, ...], ...]) -> list[list[tuple[int, int]]]:
-    return [[(each.first, each.stop) for each in parcels] for parcels in windows]
 
 
 def test_bytes_go_on_to_the_next_buffer_of_the_kind() -> None:
@@ -200,3 +163,88 @@ def test_no_more_waits_behind_a_layer_than_it_may_and_what_was_planned_is_sent_n
             assert supply.end(supply.ready[window]) - of_bounded <= most
             assert of_bounded >= of_plan
     assert never_above(plan, given_supplies, 10**9) == plan
+
+
+# ---- Lina's slices of single tensors
+
+
+@st.composite
+def buffers(draw: st.DrawFn) -> list[BufferReadiness]:
+    """Some buffers of tensors that come ahead of windows."""
+    num_windows = draw(st.integers(0, 5))
+    made = []
+    for kind in draw(st.lists(st.sampled_from((GRAD, EXPERT_GRAD)), min_size=1, max_size=3)):
+        tensors = draw(st.lists(st.sampled_from((0, 1, 7, 127, 128, 300)) | st.integers(0, 9000), max_size=6))
+        came = sorted(draw(st.lists(st.integers(0, num_windows), min_size=len(tensors), max_size=len(tensors))))
+        ready = [sum(n for n, at in zip(tensors, came, strict=True) if at <= w) for w in range(num_windows)]
+        ends = [sum(tensors[: place + 1]) for place in range(len(tensors))]
+        made.append(BufferReadiness(kind, draw(st.sampled_from((2, 4))), tuple(ready), sum(tensors), tuple(ends)))
+    return made
+
+
+def slices_by_loop(supply: BufferReadiness, chunk_bytes: int) -> list[tuple[int, int]]:
+    """Every tensor in equal parts, their ends moved down to where a message may begin."""
+    found = []
+    first = 0
+    for end in supply.tensor_ends:
+        numel = end - first
+        if numel:
+            parts = min(numel, -(-numel * supply.element_bytes // chunk_bytes))
+            at = first
+            for part in range(1, parts + 1):
+                stop = first + numel * part // parts
+                if part < parts and supply.numel >= 64 * ALIGNED_ELEMENTS:
+                    stop -= stop % ALIGNED_ELEMENTS
+                if stop > at:
+                    found.append((at, stop))
+                    at = stop
+        first = end
+    return found
+
+
+@UNHURRIED
+@given(buffers(), st.integers(1, 40_000), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
+def test_a_plan_of_micro_ops_is_that_of_a_loop(
+    supplies: list[BufferReadiness], chunk_bytes: int, room: list[tuple[int, int]]
+) -> None:
+    plan = plan_micro_ops(supplies, room, lambda each: 1 + each.flat, chunk_bytes)
+    queues = [slices_by_loop(each, chunk_bytes) for each in supplies]
+    expected = []
+    for at in range(len(supplies[0].ready)):
+        for left in room[at] if at < len(room) else (0, 0):
+            parcels = []
+            while left > 0:
+                there = [
+                    (bisect_left(supplies[flat].ready, queue[0][1]), flat)
+                    for flat, queue in enumerate(queues)
+                    if queue and queue[0][1] <= supplies[flat].ready[at]
+                ]
+                if not there:
+                    break
+                flat = min(there)[1]
+                parcels.append(GradientSlice(supplies[flat].kind, flat, *queues[flat].pop(0)))
+                left -= 1 + flat
+            expected.append(tuple(parcels))
+    assert list(plan.parts) == expected
+
+
+@UNHURRIED
+@given(buffers(), st.integers(1, 40_000))
+def test_by_rule_one_slice_goes_beside_each_layer_and_none_inside(
+    supplies: list[BufferReadiness], chunk_bytes: int
+) -> None:
+    plan = plan_by_rule(supplies, "micro_ops", chunk_bytes)
+    assert not any(plan.moe)
+    assert all(len(parcels) <= 1 for parcels in plan.dense)
+    left = [slices_by_loop(each, chunk_bytes) for each in supplies]
+    for at, parcels in enumerate(plan.dense):
+        there = [flat for flat, queue in enumerate(left) if queue and queue[0][1] <= supplies[flat].ready[at]]
+        assert bool(parcels) == bool(there)
+        for each in parcels:
+            assert (each.first, each.stop) == left[each.flat].pop(0)
+
+
+def test_a_buffer_without_tensors_is_one() -> None:
+    assert BufferReadiness(GRAD, 4, (), 1000).micro_ops(1500) == [333, 666, 1000]
+    assert BufferReadiness(GRAD, 4, (), 0).micro_ops(1500) == []
+    assert BufferReadiness(GRAD, 4, (), 10_000, (3000, 10_000)).micro_ops(30_000) == [3000, 10_000]

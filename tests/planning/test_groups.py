@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which links a group crosses, what that costs, and group sizes that cannot be."""
+"""Which links a group crosses, how often tokens do, what that costs, and group sizes that cannot be."""
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, can_deduplicate, counted_fanout, expected_fanout
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
     A2A_IN_NODE,
     A2A_OUT,
     A2A_OUT_NODE,
+    COLLECT,
     EXPERT,
     EXPERT_GRAD,
     GATHER,
     GRAD,
     MP_GATHER,
     REDUCE,
+    SPREAD,
     Lane,
 )
 from ds_fsmoe.planning.workload import Shape, kind_costs, layer_work
@@ -41,51 +46,33 @@ def numbers(cost: LinearCost) -> tuple[float, float]:
     return cost.alpha_ms, cost.beta_ms
 
 
-def lanes(groups: Groups) -> dict[str, tuple[Lane, ...]]:
-    return {name: at.lanes for name, at in groups.placements.items()}
-
-
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
-        (Groups(16, 4, mp=4, esp=4, ep=4), {"mp": INSIDE, "dp": BETWEEN, "esp": INSIDE, "ep": BETWEEN, "edp": ()}),
-        (Groups(16, 4, mp=2, esp=1, ep=4), {"mp": INSIDE, "dp": BOTH, "esp": (), "ep": INSIDE, "edp": BETWEEN}),
-        (Groups(16, 4, mp=1, esp=2, ep=8), {"mp": (), "dp": BOTH, "esp": INSIDE, "ep": BOTH, "edp": ()}),
-        (Groups(16, 4, mp=8, esp=8, ep=1), {"mp": BOTH, "dp": BETWEEN, "esp": BOTH, "ep": (), "edp": BETWEEN}),
-        (Groups(4, 4, mp=2, esp=2, ep=2), {"mp": INSIDE, "dp": INSIDE, "esp": INSIDE, "ep": INSIDE, "edp": ()}),
-        (Groups(4, 1, mp=1, esp=1, ep=2), {"mp": (), "dp": BETWEEN, "esp": (), "ep": BETWEEN, "edp": BETWEEN}),
-        (Groups(1, 8), {"mp": (), "dp": (), "esp": (), "ep": (), "edp": ()}),
-        # 3 does not divide 4: the second group is split over two nodes.
-        (Groups(12, 4, mp=3, esp=3, ep=2), {"mp": BOTH, "dp": BOTH, "esp": BOTH, "ep": BOTH, "edp": BETWEEN}),
-    ],
-)
-def test_a_group_is_on_the_links_that_its_ranks_cross(groups: Groups, expected: dict) -> None:
-    assert lanes(groups) == expected
-
-
-def test_placements_are_those_of_ranks_looked_up_one_by_one() -> None:
-    groups = Groups(24, 4, mp=3, esp=2, ep=3)
-    ranks = {
-        "mp": [range(first, first + 3) for first in range(0, 24, 3)],
-        "esp": [range(first, first + 2) for first in range(0, 24, 2)],
-        "ep": [range(block + i, block + 6, 2) for block in range(0, 24, 6) for i in range(2)],
-        "edp": [range(i, 24, 6) for i in range(6)],
-        "dp": [range(i, 24, 3) for i in range(3)],
-    }
-    for name, members in ranks.items():
-        nodes = [[rank // 4 for rank in each] for each in members]
-        at = groups.placements[name]
-        assert at.size == len(members[0])
-        assert at.per_node == max(each.count(node) for each in nodes for node in each)
-        assert (at.lanes == INSIDE) == all(len(set(each)) == 1 for each in nodes)
-        assert (at.lanes == BETWEEN) == (at.per_node == 1)
-
-
-def test_with_pipeline_stages_groups_stay_inside_a_stage() -> None:
-    groups = Groups(16, 4, mp=4, esp=4, ep=2, pp=2)
-    assert (groups.stage, groups.edp) == (8, 1)
-    assert groups.placements["dp"].size == 2
-    assert lanes(groups)["ep"] == BETWEEN
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("per_node", [1, 2, 4, 8])
+def test_a_group_is_on_the_links_that_its_ranks_cross_looked_up_one_by_one(per_node: int, pp: int) -> None:
+    """Groups lie inside a stage of a pipeline; 3 does not divide nodes of 4, so that some groups are split over two."""
+    size = 24
+    for mp, esp, ep in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), (1, 2, 6)):
+        if size % (esp * ep):
+            continue
+        groups, block = Groups(size * pp, per_node, mp=mp, esp=esp, ep=ep, pp=pp), esp * ep
+        assert (groups.stage, groups.edp) == (size, size // block)
+        members = {
+            "mp": [range(first, first + mp) for first in range(0, size, mp)],
+            "dp": [range(i, size, mp) for i in range(mp)],
+            "esp": [range(first, first + esp) for first in range(0, size, esp)],
+            "ep": [range(first + i, first + block, esp) for first in range(0, size, block) for i in range(esp)],
+            "edp": [range(i, size, block) for i in range(block)],
+        }
+        for name, of_name in members.items():
+            nodes = [[rank // per_node for rank in each] for each in of_name]
+            at = groups.placements[name]
+            assert (at.size, at.per_node) == (
+                len(of_name[0]),
+                max(each.count(node) for each in nodes for node in each),
+            ), (groups, name)
+            inside = all(len(set(each)) == 1 for each in nodes)
+            wanted = () if at.size == 1 else INSIDE if inside else BETWEEN if at.per_node == 1 else BOTH
+            assert at.lanes == wanted, (groups, name)
 
 
 def test_2dh_is_two_tasks_on_two_lanes_and_flat_one_on_both() -> None:
@@ -179,3 +166,64 @@ def test_an_operation_that_is_missing_is_asked_for_only_by_groups_that_need_it()
 def test_group_sizes_that_cannot_be_are_refused_by_field_and_value(sizes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Groups(**{"world": 8, "gpus_per_node": 4} | sizes)
+
+
+def every_choice(num_experts: int, k: int, groups: int = 1, of_groups: int = 1) -> np.ndarray:
+    """All that a router may choose, each as often as any other."""
+    size = num_experts // groups
+    kept = itertools.combinations(range(groups), of_groups)
+    return np.array(
+        [
+            chosen
+            for each in kept
+            for chosen in itertools.combinations([g * size + e for g in each for e in range(size)], k)
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "k", "nodes", "per_node", "groups", "of_groups"),
+    [(8, 3, 2, 2, 1, 1), (12, 4, 2, 3, 1, 1), (8, 1, 4, 2, 1, 1), (12, 3, 2, 2, 4, 2), (16, 4, 2, 2, 8, 3)],
+)
+def test_expected_crossings_are_the_mean_over_every_choice(
+    num_experts: int, k: int, nodes: int, per_node: int, groups: int, of_groups: int
+) -> None:
+    found = expected_fanout(num_experts, k, nodes, per_node, groups, of_groups)
+    counted = counted_fanout(every_choice(num_experts, k, groups, of_groups), num_experts, nodes, per_node)
+    assert found.nodes == pytest.approx(counted.nodes)
+    assert found.ranks == pytest.approx(counted.ranks)
+
+
+def test_routing_by_groups_crosses_no_more_than_its_groups() -> None:
+    assert expected_fanout(256, 8, 8, 8, 8, 4).nodes <= 4
+
+
+def test_dropped_choices_cross_nowhere() -> None:
+    found = counted_fanout(np.array([[0, 8], [-1, 8], [0, 7]]), 8, 2, 2)
+    assert (found.nodes, found.ranks) == (1.0, 1.0)
+    assert counted_fanout(np.empty((0, 2), dtype=int), 8, 2, 2).nodes == 0.0
+
+
+@pytest.mark.parametrize(("num_experts", "k", "groups", "of_groups"), [(9, 2, 1, 1), (8, 5, 2, 1), (8, 2, 2, 3)])
+def test_what_does_not_fit_is_refused(num_experts: int, k: int, groups: int, of_groups: int) -> None:
+    with pytest.raises(ValueError, match="must"):
+        expected_fanout(num_experts, k, 2, 2, groups, of_groups)
+
+
+def test_a_layer_sends_each_token_once_to_a_node_and_copies_it_inside() -> None:
+    shape = Shape(B=1, L=64, M=32, H=16, E=16, K=8, capacity_factor=None, heads=1, dtype_bytes=2)
+    groups = Groups(8, 4, ep=8)
+    assert can_deduplicate(groups)
+    moe = layer_work(shape, groups, "node_deduplicated").forward.moe
+    expected = expected_fanout(16, 8, 2, 4)
+    sizes = {each.kind: (each.lanes, each.size) for each in moe.collectives}
+    row_bytes = 64 * 32 * 2
+    assert sizes[A2A_IN] == sizes[A2A_OUT] == ((Lane.INTER,), pytest.approx(row_bytes * expected.nodes))
+    assert sizes[SPREAD] == sizes[COLLECT] == ((Lane.INTRA,), pytest.approx(row_bytes * expected.ranks))
+
+
+@pytest.mark.parametrize("groups", [Groups(8, 8, ep=8), Groups(4, 1, ep=4), Groups(8, 4, ep=2, esp=4)])
+def test_elsewhere_a_layer_is_the_flat_one(groups: Groups) -> None:
+    shape = Shape(B=1, L=64, M=32, H=16, E=16, K=8, capacity_factor=None, heads=1)
+    assert not can_deduplicate(groups)
+    assert layer_work(shape, groups, "node_deduplicated") == layer_work(shape, groups, "flat")

@@ -237,24 +237,6 @@ def test_a_half_of_slots_is_rounded_up_and_rows_are_halved() -> None:
     assert sub_batch_layer(small()).gradients == ()
 
 
-def test_attention_that_hides_all_traffic_makes_a_step_of_computation() -> None:
-    costs = dict.fromkeys(KINDS, LinearCost(0.0, 1.0))
-    layer = small()
-    of_attention = [replace(each, size=200) for each in (*layer.forward.before, *layer.backward.after)]
-    layer = replace(
-        layer,
-        forward=replace(layer.forward, before=tuple(of_attention[:1])),
-        backward=replace(layer.backward, after=tuple(of_attention[1:])),
-        gradients=(),
-    )
-    whole, halves = (model(layer, 1, 20, each).timelines(costs) for each in (False, True))
-    for of_whole, of_halves, bound_ms in zip(whole, halves, busiest_ms((layer,) * 20, costs), strict=True):
-        assert bound_ms == of_halves.busy_ms(Lane.COMPUTE)
-        # What cannot be hidden is at the first layer's and the last one's end.
-        assert of_halves.makespan_ms <= bound_ms + 60
-        assert of_whole.makespan_ms == pytest.approx(bound_ms + 20 * 80)
-
-
 def test_what_lies_between_layers_holds_the_computing_lane() -> None:
     layer = layer_of("the paper's")
     found = two_batch_schedule([layer], [BlockPlan()], "forward")

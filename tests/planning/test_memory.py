@@ -393,7 +393,7 @@ def test_an_optimizer_that_cannot_be_on_the_host_is_refused(training: dict) -> N
 def test_a_plan_says_on_how_many_cards_it_fits(capsys, tmp_path) -> None:
     asked = ["plan", "--cluster", "h100_400", "--nodes", "1", "--model", "qwen3-30b-a3b", "--max-degree", "1"]
     file = tmp_path / "plan.json"
-    for given, fitting in (([], ()), (["--lora", "16"], (2, 4, 8)), (["--offload-optimizer", "cpu"], ())):
+    for given, fitting in ((["--lora", "16"], (2, 4, 8)), (["--offload-optimizer", "cpu"], ())):
         zero = ["--zero", "2"] if "--offload-optimizer" in given else []
         assert cli.main([*asked, *given, *zero, "--json", str(file)]) == 0
         text = capsys.readouterr().out

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
@@ -14,13 +13,6 @@ from hypothesis import strategies as st
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes, micro_op_ends, num_micro_ops
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.decide.gradient_plan import (
-    ALIGNED_ELEMENTS,
-    BufferReadiness,
-    GradientSlice,
-    plan_by_rule,
-    plan_micro_ops,
-)
 from ds_fsmoe.planning.decide.gradients import CHUNK_BYTES, QueuedGradient, partition, slice_bytes
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.groups import Groups
@@ -28,7 +20,7 @@ from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD, Lane
 from ds_fsmoe.planning.timeline import Contention, Timeline
 from ds_fsmoe.planning.workload import MoEWork, Shape, Stage, Work, layer_work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
-from tests.planning.queues import INTER, window
+from tests.planning.test_gradients import INTER, window
 
 UNHURRIED = settings(deadline=None, derandomize=True)
 GRADIENTS = (GRAD, EXPERT_GRAD)
@@ -188,108 +180,6 @@ def test_slices_begin_while_there_is_room_and_the_last_may_overrun() -> None:
     assert sizes == [[], [766, 767], [], [767, 200, 1000]]
     assert found.tail == ()
     assert found.extra_ms == pytest.approx(0.333)
-
-
-# ---- slices of the buffers that there are
-
-
-@st.composite
-def buffers(draw: st.DrawFn) -> list[BufferReadiness]:
-    """Some buffers of tensors that come ahead of windows."""
-    num_windows = draw(st.integers(0, 5))
-    made = []
-    for kind in draw(st.lists(st.sampled_from(GRADIENTS), min_size=1, max_size=3)):
-        tensors = draw(st.lists(st.sampled_from((0, 1, 7, 127, 128, 300)) | st.integers(0, 9000), max_size=6))
-        came = sorted(draw(st.lists(st.integers(0, num_windows), min_size=len(tensors), max_size=len(tensors))))
-        ready = [sum(n for n, at in zip(tensors, came, strict=True) if at <= w) for w in range(num_windows)]
-        ends = [sum(tensors[: place + 1]) for place in range(len(tensors))]
-        made.append(BufferReadiness(kind, draw(st.sampled_from((2, 4))), tuple(ready), sum(tensors), tuple(ends)))
-    return made
-
-
-def slices_by_loop(supply: BufferReadiness, chunk_bytes: int) -> list[tuple[int, int]]:
-    """Every tensor in equal parts, their ends moved down to where a message may begin."""
-    found = []
-    first = 0
-    for end in supply.tensor_ends:
-        numel = end - first
-        if numel:
-            parts = min(numel, -(-numel * supply.element_bytes // chunk_bytes))
-            at = first
-            for part in range(1, parts + 1):
-                stop = first + numel * part // parts
-                if part < parts and supply.numel >= 64 * ALIGNED_ELEMENTS:
-                    stop -= stop % ALIGNED_ELEMENTS
-                if stop > at:
-                    found.append((at, stop))
-                    at = stop
-        first = end
-    return found
-
-
-@UNHURRIED
-@given(buffers(), st.integers(1, 40_000), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
-def test_a_plan_of_micro_ops_is_that_of_a_loop(
-    supplies: list[BufferReadiness], chunk_bytes: int, room: list[tuple[int, int]]
-) -> None:
-    plan = plan_micro_ops(supplies, room, lambda each: 1 + each.flat, chunk_bytes)
-    queues = [slices_by_loop(each, chunk_bytes) for each in supplies]
-    expected = []
-    for at in range(len(supplies[0].ready)):
-        for left in room[at] if at < len(room) else (0, 0):
-            parcels = []
-            while left > 0:
-                there = [
-                    (bisect_left(supplies[flat].ready, queue[0][1]), flat)
-                    for flat, queue in enumerate(queues)
-                    if queue and queue[0][1] <= supplies[flat].ready[at]
-                ]
-                if not there:
-                    break
-                flat = min(there)[1]
-                parcels.append(GradientSlice(supplies[flat].kind, flat, *queues[flat].pop(0)))
-                left -= 1 + flat
-            expected.append(tuple(parcels))
-    assert list(plan.parts) == expected
-
-
-@UNHURRIED
-@given(buffers(), st.integers(1, 40_000))
-def test_no_slice_spans_two_tensors_and_none_is_larger_than_asked(
-    supplies: list[BufferReadiness], chunk_bytes: int
-) -> None:
-    plan = plan_micro_ops(supplies, [(1e9, 1e9)] * 5, lambda each: 1.0, chunk_bytes)
-    for each in (each for parcels in plan.parts for each in parcels):
-        supply = supplies[each.flat]
-        assert not [end for end in supply.tensor_ends if each.first < end < each.stop]
-        assert (each.stop - each.first - supply.step) * supply.element_bytes < chunk_bytes
-    # Nothing is left behind that existed before the last window.
-    sent = [0] * len(supplies)
-    for each in (each for parcels in plan.parts for each in parcels):
-        sent[each.flat] = each.stop
-    assert sent == [each.ready[-1] if each.ready else 0 for each in supplies]
-
-
-@UNHURRIED
-@given(buffers(), st.integers(1, 40_000))
-def test_by_rule_one_slice_goes_beside_each_layer_and_none_inside(
-    supplies: list[BufferReadiness], chunk_bytes: int
-) -> None:
-    plan = plan_by_rule(supplies, "micro_ops", chunk_bytes)
-    assert not any(plan.moe)
-    assert all(len(parcels) <= 1 for parcels in plan.dense)
-    left = [slices_by_loop(each, chunk_bytes) for each in supplies]
-    for at, parcels in enumerate(plan.dense):
-        there = [flat for flat, queue in enumerate(left) if queue and queue[0][1] <= supplies[flat].ready[at]]
-        assert bool(parcels) == bool(there)
-        for each in parcels:
-            assert (each.first, each.stop) == left[each.flat].pop(0)
-
-
-def test_a_buffer_without_tensors_is_one() -> None:
-    assert BufferReadiness(GRAD, 4, (), 1000).micro_ops(1500) == [333, 666, 1000]
-    assert BufferReadiness(GRAD, 4, (), 0).micro_ops(1500) == []
-    assert BufferReadiness(GRAD, 4, (), 10_000, (3000, 10_000)).micro_ops(30_000) == [3000, 10_000]
 
 
 @UNHURRIED

@@ -94,10 +94,10 @@ def test_runs_can_be_read_on_light_and_on_dark_paper() -> None:
     assert len(set(RUN_COLOURS)) == len(RUN_COLOURS)
 
 
-@pytest.mark.parametrize("colour", ["#000000", "#ffffff", *sorted(set(PALETTE.values()))])
-def test_words_in_a_task_are_read_on_its_colour(colour: str) -> None:
-    dark, light = sorted((luminance(colour), luminance(text_on(colour))))
-    assert (light + 0.05) / (dark + 0.05) > 4.0
+def test_words_in_a_task_are_read_on_its_colour() -> None:
+    for colour in ("#000000", "#ffffff", *PALETTE.values()):
+        dark, light = sorted((luminance(colour), luminance(text_on(colour))))
+        assert (light + 0.05) / (dark + 0.05) > 4.0, colour
 
 
 def test_a_phase_is_marked_from_its_first_task_to_its_last_and_again_for_the_next_micro_batch() -> None:

@@ -39,6 +39,7 @@ from ds_fsmoe.planning.schedule import (
 )
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import AllToAll
+from tests.covering import covering
 from tests.planning.placements import load, placements
 
 KINDS = (A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, COLLECT, EXPERT, GATHER, REDUCE, SPREAD)
@@ -107,14 +108,6 @@ def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     assert (found.inter, found.intra) == pytest.approx((inter, intra))
 
 
-def test_even_rows_press_on_nothing_wherever_experts_are() -> None:
-    seen = load("equal", 12, 4)
-    now = ExpertPlacement.at_start(12, 4)
-    for placement in (now, now.swapped(0, 5), now.swapped(2, 11).swapped(0, 4)):
-        found = pressure_of(placement, seen)
-        assert (found.compute, found.inter, found.intra) == pytest.approx((1.0, 1.0, 1.0))
-
-
 def test_an_expert_in_the_node_of_its_tokens_keeps_rows_from_crossing() -> None:
     rows_GE = np.zeros((4, 4))
     rows_GE[:2, 0] = 20
@@ -131,8 +124,7 @@ def test_what_was_not_measured_so_is_refused(rows, nodes: tuple[int, ...]) -> No
         ObservedRouting(np.array(rows), nodes)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 3), (3, 3)])
+@pytest.mark.parametrize(("way", "degrees"), covering(sorted(WAYS), ((1, 1), (2, 3), (3, 3))))
 def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str, degrees) -> None:
     groups, alltoall = WAYS[way]
     plan = LayerPlan(BlockPlan(degrees[0], "paper"), BlockPlan(degrees[1], "paper"), alltoall)
@@ -321,23 +313,13 @@ def test_balanced_routing_crosses_once_as_planned() -> None:
     planned = Fanout(each.nodes / 4, each.ranks / 4)
     found = once(ExpertPlacement.at_start(16, 4), rows_GE, tokens, (0, 0, 1, 1), planned)
     assert found == pytest.approx((1, 1, 1), rel=0.02)
+    nothing = [np.zeros((0, 2), int)] * 4
+    assert once(ExpertPlacement.at_start(16, 4), 0 * rows_GE, nothing, (0, 0, 1, 1), planned) == (1, 1, 1)
 
 
-def test_experts_that_tokens_have_together_cross_once_and_few_tokens_stand_for_all() -> None:
-    tokens = [np.array([[0, 1]] * 10)] * 4
-    rows_GE = np.zeros((4, 4))
+def test_few_tokens_stand_for_all_rows() -> None:
+    tokens, rows_GE = [np.array([[0, 1]] * 10)] * 4, np.zeros((4, 4))
     rows_GE[:, :2] = 1000.0
-    planned = Fanout(0.5, 0.5)
-    together = once(ExpertPlacement((0, 2, 1, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), planned)
-    apart = once(ExpertPlacement((0, 1, 2, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), planned)
-    assert together[0] == apart[0] == 2
-    # Both experts in one node: half of the tokens cross, all in one direction; apart, all cross, half in either.
-    assert together[1] == pytest.approx(2000 / (8000 * 0.5 / 4))
-    assert apart[1] == pytest.approx(2000 / (8000 * 0.5 / 4))
-
-
-def test_nothing_crosses_once_without_rows() -> None:
-    nothing = once(
-        ExpertPlacement.at_start(4, 4), np.zeros((4, 4)), [np.zeros((0, 2), int)] * 4, (0, 0, 1, 1), Fanout(0.5, 0.5)
-    )
-    assert nothing == (1, 1, 1)
+    found = once(ExpertPlacement((0, 2, 1, 3), 4, 4), rows_GE, tokens, (0, 1, 0, 1), Fanout(0.5, 0.5))
+    # Both experts in one node: half of the tokens cross, all in one direction.
+    assert found[:2] == pytest.approx((2, 2000 / (8000 * 0.5 / 4)))

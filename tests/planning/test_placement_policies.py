@@ -29,13 +29,13 @@ SIZES = [(8, 1), (8, 2), (8, 8), (12, 4), (15, 5), (21, 7), (32, 4), (64, 8)]
 
 
 @pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize(("num_experts", "num_ranks"), SIZES)
-def test_it_is_as_balanced_as_greedy_packing(name: str, num_experts: int, num_ranks: int) -> None:
-    seen, now = load(name, num_experts, num_ranks), ExpertPlacement.at_start(num_experts, num_ranks)
-    found = balanced(now, seen, Allowed())
-    by_rank = greedy(seen.rows_GE.sum(axis=0).tolist(), num_ranks)
-    assert fullest(found, seen) <= 1.011 * max(seen.rows_GE[:, experts].sum() for experts in by_rank)
-    assert fullest(found, seen) <= fullest(now, seen)
+def test_it_is_as_balanced_as_greedy_packing(name: str) -> None:
+    for num_experts, num_ranks in SIZES:
+        seen, now = load(name, num_experts, num_ranks), ExpertPlacement.at_start(num_experts, num_ranks)
+        found = balanced(now, seen, Allowed())
+        by_rank = greedy(seen.rows_GE.sum(axis=0).tolist(), num_ranks)
+        assert fullest(found, seen) <= 1.011 * max(seen.rows_GE[:, experts].sum() for experts in by_rank)
+        assert fullest(found, seen) <= fullest(now, seen)
 
 
 @pytest.mark.parametrize("name", [each for each in LOADS if each != "none"])
@@ -64,7 +64,7 @@ def asked(draw) -> tuple[ExpertPlacement, ObservedRouting, Allowed]:
     return now, ObservedRouting(np.array(rows), drawn_nodes(rng, num_ranks)), allowed
 
 
-@settings(deadline=None, max_examples=200, derandomize=True)
+@settings(deadline=None, max_examples=150, derandomize=True)
 @given(asked())
 def test_whatever_is_asked_a_placement_of_the_same_sizes_comes_that_is_allowed_and_no_fuller(drawn) -> None:
     now, seen, allowed = drawn
@@ -76,16 +76,11 @@ def test_whatever_is_asked_a_placement_of_the_same_sizes_comes_that_is_allowed_a
     # What stays on its rank stays in its place.
     for place, other in zip(now.place_of_expert, found.place_of_expert, strict=True):
         assert place == other or now.rank_of_place(place) != now.rank_of_place(other)
-
-
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(asked())
-def test_what_it_has_placed_it_leaves_alone(drawn) -> None:
-    now, seen, allowed = drawn
-    found = balanced(now, seen, allowed)
+    # What it has placed it leaves alone.
     again = balanced(found, seen, allowed)
     assert fullest(again, seen) <= fullest(found, seen)
     assert num_moved(found, again) == 0 or fullest(again, seen) < fullest(found, seen)
+    assert off(now, seen, allowed) is now
 
 
 def test_a_little_drift_moves_little() -> None:
@@ -126,11 +121,6 @@ def test_what_is_even_already_stays_and_what_is_off_by_two_goes_back() -> None:
         assert num_moved(off_by_two, balanced(off_by_two, seen, Allowed())) == 2
 
 
-def test_nothing_moves_without_rows() -> None:
-    now = ExpertPlacement.at_start(8, 4).swapped(0, 3)
-    assert balanced(now, load("none", 8, 4), Allowed()) == now
-
-
 def test_rows_in_other_units_place_experts_alike() -> None:
     now, seen = ExpertPlacement.at_start(32, 4), load("zipf_1.5", 32, 4)
     found = balanced(now, seen, Allowed())
@@ -145,29 +135,21 @@ def test_another_process_places_experts_alike() -> None:
         "from tests.planning.placements import load; "
         "print(balanced(ExpertPlacement.at_start(32, 8), load('zipf_1.5', 32, 8), Allowed()).expert_of_place)"
     )
-    said = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=600,
-        ).stdout
-        for seed in ("1", "2")
-    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
     here = balanced(ExpertPlacement.at_start(32, 8), load("zipf_1.5", 32, 8), Allowed())
-    assert said == {f"{here.expert_of_place}\n"}
+    assert done.stdout == f"{here.expert_of_place}\n"
 
 
 def test_rows_of_another_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"rows \[4, 16\]: must be of 4 rank\(s\) and 8 experts"):
         balanced(ExpertPlacement.at_start(8, 4), load("equal", 16, 4), Allowed())
-
-
-def test_off_leaves_all_as_it_is() -> None:
-    now = ExpertPlacement.at_start(8, 4).swapped(0, 3)
-    assert off(now, load("zipf_1.5", 8, 4), Allowed()) is now
 
 
 def test_policies_are_found_by_name() -> None:

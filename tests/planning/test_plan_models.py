@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``ds_fsmoe plan`` of real models and of one's own: all of it from a name or a configuration, no torch at hand."""
+"""``ds_fsmoe plan`` of real models and of one's own, in stages or not: all of it from a name or a configuration, in
+words and for programs, no torch at hand."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +22,12 @@ from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.offline.models.hf_families import FAMILIES
 from ds_fsmoe.offline.models.known import PAPER, PlannedModel, load_model, model_names
 from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
+from ds_fsmoe.offline.models.pipeline import batch_ms
 from ds_fsmoe.offline.plan.report import PlannedJob, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
+from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.decide.step_time import StageTimes
 from ds_fsmoe.planning.groups import Groups
 
 TINY: dict[str, Any] = {
@@ -28,7 +36,7 @@ TINY: dict[str, Any] = {
     **{"num_experts": 12, "num_experts_per_tok": 3, "max_position_embeddings": 128, "mlp_only_layers": [0, 3]},
     "torch_dtype": "float16",
 }
-PLAN = ["plan", "--cluster", "testbed_b", "--max-degree", "3"]
+PLAN = ["plan", "--cluster", "testbed_b", "--max-degree", "2"]
 
 
 @pytest.fixture
@@ -38,20 +46,31 @@ def own(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_of_ones_own_is_planned_from_its_configuration_alone(own: Path, capsys) -> None:
-    assert cli.main([*PLAN, "--hf-config", str(own), "--json", str(own / "plan.json")]) == 0
-    said = capsys.readouterr().out
-    assert f"\nmodel    {own.name}: {own / 'config.json'}\n" in said
-    assert "\nblocks   6, 4 of them with experts, the others 96 wide, M = 64, 211 words; 0.0 B parameters" in said
-    assert "\nexperts  E = 12, k = 3, H = 40\n" in said
-    assert "\nheads    4 heads of 16, 2 of keys and values\n" in said
-    assert "\nstep     B = 1, L = 128, nothing dropped, 16-bit\n" in said
-    assert (
-        "\ndefault  --samples 1 --length 128 --dtype fp16 --mp 1 --expert-tensor-parallel-size 1 --ep-size 4\n" in said
-    )
+@functools.cache
+def planned(*options: str, dense: tuple[int, ...] = (0, 1), is_tied: bool = False) -> tuple[str, dict[str, Any]]:
+    """What the command says of a small model, and what it writes."""
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(said):
+        changes = {"mlp_only_layers": list(dense), "tie_word_embeddings": is_tied}
+        (Path(folder) / "config.json").write_text(json.dumps(TINY | changes))
+        written = Path(folder) / "plan.json"
+        assert cli.main([*PLAN, "--hf-config", folder, "--json", str(written), *options]) == 0
+        return said.getvalue(), json.loads(written.read_text())
+
+
+def test_a_model_of_ones_own_is_planned_from_its_configuration_alone() -> None:
+    said, found = planned(dense=(0, 3))
+    for line in (
+        "blocks   6, 4 of them with experts, the others 96 wide, M = 64, 211 words; 0.0 B parameters",
+        "experts  E = 12, k = 3, H = 40\n",
+        "heads    4 heads of 16, 2 of keys and values\n",
+        "step     B = 1, L = 128, nothing dropped, 16-bit\n",
+        "default  --samples 1 --length 128 --dtype fp16 --mp 1 --expert-tensor-parallel-size 1 --ep-size 4\n",
+        "one step (forward, backward, sums of gradients; without the optimizer)\n",
+    ):
+        assert f"\n{line}" in said
     assert "length 128 (default; the model supports 128)\n" in said
     assert "ep_size 4 (default: as many ranks of a node as divide the experts, as in training)\n" in said
-    found = json.loads((own / "plan.json").read_text())
     model = read_hf_config(TINY)
     assert found["model"]["num_parameters"] == model.num_parameters
     assert found["model"]["num_expert_parameters"] == model.num_expert_parameters
@@ -62,6 +81,9 @@ def test_a_model_of_ones_own_is_planned_from_its_configuration_alone(own: Path, 
     sent = sum(each["moe_bytes"] + each["dense_bytes"] for each in found["plan"]["layers"])
     on_a_rank = model.num_parameters - model.num_expert_parameters * 3 // 4
     assert sent + found["plan"]["tail_bytes"] == pytest.approx(2 * on_a_rank)
+    # Without stages and micro-batches nothing is said of batches.
+    assert "batch of" not in said
+    assert "batch" not in found
 
 
 def test_what_is_given_replaces_what_the_configuration_says(own: Path, capsys) -> None:
@@ -78,46 +100,35 @@ def test_what_is_given_replaces_what_the_configuration_says(own: Path, capsys) -
     assert "\ndefault" not in said
 
 
-@pytest.mark.parametrize("cluster", ["testbed_a", "testbed_b"])
-@pytest.mark.parametrize("nodes", ["1", "3", "16"])
-def test_a_known_model_is_the_same_on_every_cluster(cluster: str, nodes: str, capsys) -> None:
-    step = ["--length", "64", "--layers", "2", "--max-degree", "2"]
-    assert cli.main(["plan", "--cluster", cluster, "--model", "mixtral-8x7b", "--nodes", nodes, *step]) == 0
-    said = capsys.readouterr().out
-    assert "\nexperts  E = 8, k = 2, H = 14336\n" in said
-    gpus = {"testbed_a": 8, "testbed_b": 4}[cluster]
-    assert f"\ndefault  --samples 1 --dtype bf16 --mp 1 --expert-tensor-parallel-size 1 --ep-size {gpus}\n" in said
-    assert f"groups   {gpus * int(nodes)} ranks" in said
-
-
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ([], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 4"),
-        (["--experts", "9"], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 1"),
-        (["--experts", "6"], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 2"),
-        (["--esp", "2"], "--mp 1 --ep-size 2"),
-        (["--mp", "2"], "--expert-tensor-parallel-size 1 --ep-size 4"),
-        (["--dp", "8"], "--mp 4 --expert-tensor-parallel-size 1 --ep-size 4"),
-        (["--pp", "2"], "--mp 1 --expert-tensor-parallel-size 1 --ep-size 4"),
-        (["--ep", "12", "--nodes", "3"], "--mp 1 --expert-tensor-parallel-size 1"),
+        ("", "--mp 1 --expert-tensor-parallel-size 1 --ep-size 4"),
+        ("--experts 9", "--mp 1 --expert-tensor-parallel-size 1 --ep-size 1"),
+        ("--experts 6", "--mp 1 --expert-tensor-parallel-size 1 --ep-size 2"),
+        ("--esp 2", "--mp 1 --ep-size 2"),
+        ("--mp 2", "--expert-tensor-parallel-size 1 --ep-size 4"),
+        ("--dp 8", "--mp 4 --expert-tensor-parallel-size 1 --ep-size 4"),
+        ("--pp 2", "--mp 1 --expert-tensor-parallel-size 1 --ep-size 4"),
+        ("--ep 12 --nodes 3", "--mp 1 --expert-tensor-parallel-size 1"),
     ],
 )
-def test_groups_of_a_real_model_are_what_training_takes_by_itself(
-    own: Path, options: list[str], sizes: str, capsys
-) -> None:
-    assert cli.main([*PLAN, "--hf-config", str(own), *options]) == 0
+def test_groups_of_a_real_model_are_what_training_takes_by_itself(own: Path, options: str, sizes: str, capsys) -> None:
+    few = ["--layers", "2", "--max-degree", "1"]
+    assert cli.main([*PLAN, "--hf-config", str(own), *few, *options.split()]) == 0
     (default,) = re.findall(r"\ndefault  .*? --dtype fp16 (.*)\n", capsys.readouterr().out)
     assert default == sizes
 
 
-def test_a_stage_of_a_pipeline_is_planned_and_said_to_be_the_one_that_computes_the_most(own: Path, capsys) -> None:
-    assert cli.main([*PLAN, "--hf-config", str(own), "--pp", "4", "--preset", "fsmoe"]) == 0
-    said = capsys.readouterr().out
-    assert "\nstages   4 of 1 or 2 blocks; the layers below are those of stage " in said
-    assert "), which computes the most\n" in said
-    assert cli.main([*PLAN, "--hf-config", str(own), "--pp", "8"]) == 2
-    assert "pp = 8: must be at most the number of blocks, 6" in capsys.readouterr().err
+def test_a_known_model_is_the_same_on_every_cluster(capsys) -> None:
+    step = ["--length", "64", "--layers", "2", "--max-degree", "1"]
+    for cluster, gpus, nodes in (("testbed_a", 8, 1), ("testbed_a", 8, 16), ("testbed_b", 4, 3)):
+        assert cli.main(["plan", "--cluster", cluster, "--model", "mixtral-8x7b", "--nodes", str(nodes), *step]) == 0
+        said = capsys.readouterr().out
+        assert "\nexperts  E = 8, k = 2, H = 14336\n" in said
+        sizes = f"--mp 1 --expert-tensor-parallel-size 1 --ep-size {gpus}"
+        assert f"\ndefault  --samples 1 --dtype bf16 {sizes}\n" in said
+        assert f"groups   {gpus * nodes} ranks" in said
 
 
 def test_the_groups_of_experts_that_a_model_chooses_from_are_counted(capsys) -> None:
@@ -133,8 +144,9 @@ def test_the_groups_of_experts_that_a_model_chooses_from_are_counted(capsys) -> 
 
 def test_drawing_and_tracing_take_a_model_of_unequal_layers(own: Path, capsys) -> None:
     files = [word for name in ("png", "trace") for word in (f"--{name}", str(own / f"out.{name}"))]
-    assert cli.main([*PLAN, "--hf-config", str(own), "--gantt", *files, "--recompute"]) == 0
-    assert "picture of a step of 3 layer(s)" in capsys.readouterr().out
+    few = ["--layers", "4", "--preset", "deepspeed", "--max-degree", "1"]
+    assert cli.main([*PLAN, "--hf-config", str(own), "--gantt", *files, "--recompute", *few]) == 0
+    assert "picture of a step of 2 layer(s)" in capsys.readouterr().out
     assert (own / "out.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     events = json.loads((own / "out.trace").read_text())["traceEvents"]
     kinds = {each["name"].split("/")[1] for each in events if each["ph"] == "X"}
@@ -155,6 +167,8 @@ def test_drawing_and_tracing_take_a_model_of_unequal_layers(own: Path, capsys) -
         (["--samples", "0"], "B = 0: must be a whole number of at least 1"),
         (["--ep", "8"], "ep_size = 8: must divide the 12 experts"),
         (["--imbalance", "0.5"], "imbalance = 0.5: must be a number of at least 1"),
+        (["--pp", "8"], "pp = 8: must be at most the number of blocks, 6"),
+        (["--micro-batches", "0"], "--micro-batches = 0: must be at least 1"),
     ],
 )
 def test_what_does_not_go_with_a_model_of_its_own_is_refused(
@@ -172,27 +186,18 @@ def test_a_dense_model_is_refused_by_its_file(own: Path, capsys) -> None:
     assert "has no experts, so there is nothing to plan" in capsys.readouterr().err
 
 
-def test_a_name_of_the_hub_without_transformers_is_answered_with_what_is_missing() -> None:
-    arguments = [*PLAN, "--hf-config", "mistralai/Mixtral-8x7B-v0.1"]
+def test_without_torch_and_transformers_known_models_are_planned_and_names_of_the_hub_need_what_is_missing() -> None:
+    few, unknown = ["--model", "olmoe", "--length", "128", "--layers", "2"], ["--hf-config", "mistralai/Mixtral-8x7B"]
     code = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from ds_fsmoe.cli import main; "
-        f"raise SystemExit(main({arguments!r}))"
+        "import sys; sys.modules['torch'] = sys.modules['deepspeed'] = sys.modules['transformers'] = None; "
+        f"from ds_fsmoe.cli import main; print(main({[*PLAN, *few]!r}), 'altair' in sys.modules, "
+        f"main({[*PLAN, *unknown]!r}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 2
+    assert "\nmodel    olmoe: config.json of allenai/OLMoE-1B-7B-0924\n" in done.stdout, done.stderr
+    assert done.stdout.endswith("\n0 False 2\n")
     assert "there is no such file or folder, and transformers (for names of the Hugging Face Hub)" in done.stderr
     assert "pip install 'ds_fsmoe[hf]', or give the path of a config.json" in done.stderr
-
-
-def test_known_models_are_planned_without_torch_and_transformers() -> None:
-    arguments = [*PLAN, "--model", "olmoe", "--length", "128"]
-    code = (
-        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None; from ds_fsmoe.cli import main; "
-        f"raise SystemExit(main({arguments!r}))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert "\nmodel    olmoe: config.json of allenai/OLMoE-1B-7B-0924\n" in done.stdout
 
 
 def test_a_report_of_so_many_layers_is_that_of_the_first_ones() -> None:
@@ -214,3 +219,78 @@ def test_the_page_about_planning_names_all_models_and_families() -> None:
     assert set(re.findall(r"`([^`]+)`", known)) == {*model_names()} - {*PAPER}
     (read,) = re.findall(r"\*\*Families that are read\*\*: (.*?)\. Any other", section, flags=re.DOTALL)
     assert set(re.findall(r"\w+", read)) - {"and"} == {*FAMILIES, *(each for f in FAMILIES.values() for each in f.also)}
+
+
+# ---- stages of a pipeline, and batches of several micro-batches
+
+
+def test_every_preset_has_a_batch_and_every_stage_a_row() -> None:
+    said, found = planned("--pp", "4")
+    assert (
+        "\none batch of 16 micro-batches (--micro-batches 16, the default) through 4 stages, in DeepSpeed's order, "
+        "without the optimizer\n"
+    ) in said
+    assert "\nstages   4 of 1 or 2 blocks; the layers below are those of stage " in said
+    assert "), which computes the most\n" in said
+    batch = found["batch"]
+    sends_ms = [each["send_ms"] for each in batch["links"]]
+    assert list(batch["presets"]) == list(NAMES)
+    for name, preset in batch["presets"].items():
+        label = r"AutoEP \(ep_size 4\)" if name == "deepspeed" else name
+        assert re.search(rf"\n{label} +{preset['batch_ms']:.2f} ", said)
+        assert batch["lower_bound_ms"] <= preset["batch_ms"]
+        assert [each["blocks"] for each in preset["stages"]] == [[0, 1], [2, 3], [4, 4], [5, 5]]
+        for stage in preset["stages"]:
+            own_ms = 16 * stage["forward_ms"] + 15 * stage["backward_ms"] + stage["last_backward_ms"]
+            all_ms = own_ms + stage["gradients_ms"] + stage["sends_ms"] + stage["bubbles_ms"]
+            assert all_ms == pytest.approx(preset["batch_ms"])
+            assert 0 < stage["bubble_share"] < 1
+            assert stage["bubble_share"] == pytest.approx(stage["bubbles_ms"] / preset["batch_ms"])
+        shares = [stage["bubble_share"] for stage in preset["stages"]]
+        assert preset["bubble_share"] == pytest.approx(sum(shares) / 4)
+        # A batch is the closed form of what its stages take.
+        names = ("forward_ms", "backward_ms", "last_backward_ms", "gradients_ms")
+        times = [StageTimes(*(stage[each] for each in names)) for stage in preset["stages"]]
+        assert batch_ms(times, 16, sends_ms) == pytest.approx(preset["batch_ms"])
+        # A stage without experts is in it.
+        dense, *others = preset["stages"]
+        assert dense["hidden_gradient_bytes"] == 0 < dense["later_gradient_bytes"]
+        assert 0 < dense["forward_ms"] < min(each["forward_ms"] for each in others)
+    table = said.split("\nthe stages by best: ")[1].split("\n\n")[0].splitlines()
+    assert [line.split()[:2] for line in table[3:7]] == [["1", "0-1"], ["2", "2-3"], ["3", "4-4"], ["4", "5-5"]]
+    assert "over the inter-node link" in table[-1]
+
+
+@pytest.mark.parametrize("preset", ["best", "fsmoe", "tutel_improved"])
+def test_the_layers_that_are_shown_are_planned_as_they_run_in_the_batch(preset: str) -> None:
+    said, found = planned("--pp", "2", "--preset", preset, is_tied=preset == "best")
+    number = int(re.findall(r"\nthe last micro-batch on stage (\d) ", said)[0])
+    stage = found["batch"]["presets"][preset]["stages"][number - 1]
+    assert f"\nthe stages by {preset}: " in said
+    assert found["plan"]["tail_bytes"] == stage["later_gradient_bytes"]
+    shown = found["presets"][preset]
+    assert shown["forward_ms"] == pytest.approx(stage["forward_ms"])
+    assert shown["backward_ms"] == pytest.approx(stage["last_backward_ms"] + stage["gradients_ms"])
+    # What stages share is said, and summed at the end.
+    shares = "\n  the first and the last stage share the embedding: DeepSpeed reduces its gradients after all backwards"
+    assert (shares in said) is (found["batch"]["tied_ms"] > 0) is (preset == "best")
+
+
+def test_without_stages_a_batch_is_micro_batches_one_after_the_other() -> None:
+    said, found = planned("--micro-batches", "3")
+    assert "\none batch of 3 micro-batches (--micro-batches 3), without the optimizer\n" in said
+    for preset in found["batch"]["presets"].values():
+        (stage,) = preset["stages"]
+        assert stage["bubble_share"] == stage["sends_ms"] == 0
+        times_ms = 3 * stage["forward_ms"] + 2 * stage["backward_ms"] + stage["last_backward_ms"]
+        assert preset["batch_ms"] == pytest.approx(times_ms + stage["gradients_ms"])
+
+
+def test_equal_layers_of_numbers_are_divided_over_stages(capsys, tmp_path: Path) -> None:
+    written = tmp_path / "plan.json"
+    model = ["--model", "mixtral-7b", "--layers", "4", "--length", "256"]
+    assert cli.main([*PLAN, *model, "--pp", "2", "--json", str(written)]) == 0
+    assert "\nthe last micro-batch on stage 1 (" in capsys.readouterr().out
+    stages = json.loads(written.read_text())["batch"]["presets"]["deepspeed"]["stages"]
+    assert [each["blocks"] for each in stages] == [[0, 1], [2, 3]]
+    assert stages[0]["forward_ms"] == stages[1]["forward_ms"]

@@ -10,7 +10,8 @@ import pytest
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.plan_requests import SearchSpace
+from ds_fsmoe.planning.decide.plan import Settings
+from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -138,15 +139,19 @@ def test_every_switch_alone_changes_only_what_it_says() -> None:
         assert SearchSpace.of(Switches(gradients=mode), 8) == plain
 
 
-def test_links_that_contend_can_turn_overlap_into_a_loss() -> None:
-    """Two tasks of equal length side by side at kappa > 1 take longer than one after the other."""
-    work = layer(a2a=10.0, gather=10.0, expert=0.1, reduce=10.0)
-
-    def time_ms(links: str, contention: Contention) -> float:
-        return simulate(block_schedule(work, BlockPlan(4, links)), COSTS, contention).makespan_ms
-
-    assert time_ms("paper", Contention()) < time_ms("shared", Contention())
-    assert time_ms("paper", Contention(1.2)) > time_ms("shared", Contention(1.2)) == time_ms("shared", Contention())
+def test_best_looks_at_every_order_of_every_degree_and_wants_a_gain_of_three_hundredths() -> None:
+    every = {Order(degree, links) for degree in (2, 3) for links in ("shared", "paper", "reduce_first")}
+    space = SearchSpace.of("best", 3)
+    assert {*space.orders} == every | {Order(1, "reduce_first"), Order(1, "shared")}
+    # Uncut, collectives on lanes of their own leave the other link to gradients.
+    assert space.orders[0] == Order(1, "reduce_first")
+    assert (space.min_gain, space.common_degree) == (MIN_GAIN, False) == (0.03, False)
+    one_wire = SearchSpace.of("best", 3, shared_link=True)
+    assert one_wire.orders == tuple(Order(degree, "shared") for degree in (1, 2, 3))
+    # Links that slow each other down by 0.8 or more are one wire, too.
+    for settings in (Settings(shared_link=True), Settings(Contention(0.8))):
+        assert {each.links for each in settings.space("best").orders} == {"shared"}
+    assert Settings(Contention(0.79)).space("best") == Settings().space("best")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide import rules as listed
-from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Settings
@@ -119,21 +119,6 @@ def test_no_plan_that_breaks_a_rule_is_predicted_tried_or_chosen(rule: Rule, sch
         for plan in (*found_by(of), *listed_by(of), *read_elsewhere(schedule, seed)):
             for proposal in ways_of(plan):
                 assert may_be_chosen(proposal), (schedule, proposal.order, proposal.backward, proposal.is_two_batch)
-
-
-def test_nothing_that_breaks_a_rule_is_even_priced() -> None:
-    priced: list[Order] = []
-    times_ms = BlockTimes.times_ms
-
-    def noted(self: BlockTimes, orders: list[Order], *more: object) -> object:
-        priced.extend(orders)
-        return times_ms(self, orders, *more)
-
-    with also(lambda proposal: proposal.order.degree <= 2), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockTimes, "times_ms", noted)
-        search("best").candidates()
-    assert priced
-    assert max(order.degree for order in priced) == 2
 
 
 def test_a_rule_may_forbid_halves_or_look_at_how_tokens_are_exchanged() -> None:

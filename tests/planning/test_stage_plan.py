@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ds_fsmoe.offline.models.architecture import Architecture
 from ds_fsmoe.offline.models.known import load_model
-from ds_fsmoe.offline.models.model_layers import DenseStage, dense_stage, model_layers, stages
+from ds_fsmoe.offline.models.model_layers import DenseStage, dense_stage, stages
 from ds_fsmoe.offline.models.pipeline import (
     PlannedPipeline,
     batch_ms,
@@ -24,16 +23,14 @@ from ds_fsmoe.offline.models.pipeline import (
     send_cost,
 )
 from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.decide.block_times import Order, PhaseTimes
+from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.gradients import window_prices
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
-from ds_fsmoe.planning.decide.plan_requests import SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
-from ds_fsmoe.planning.decide.search import choose
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.workload import BlockWork, Layer, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
 from tests.planning.test_model_layers import ODD, B, L
 
 TESTBED = load_cluster("testbed_a")
@@ -50,44 +47,6 @@ def equal_layers(
 
 
 # ---- what stages have to do
-
-
-def all_works(stage: tuple[Layer, ...] | DenseStage, phase: str) -> list[Work]:
-    if isinstance(stage, DenseStage):
-        return list(getattr(stage, phase))
-    blocks: list[BlockWork] = [getattr(layer, phase) for layer in stage]
-    return [work for each in blocks for work in (*each.before, *each.moe.stages, *each.after)]
-
-
-def done(architecture: Architecture, pp: int, mp: int, phase: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Kind -> its computation and traffic on all stages of a model, and kind -> the bytes of its gradients."""
-    groups = Groups(world=24 * pp, gpus_per_node=4, mp=mp, ep=2, pp=pp)
-    sizes, gradients = dict[str, float](), dict[str, float]()
-    for each in stages(architecture, pp):
-        is_dense = all(architecture.blocks[place].experts is None for place in each.places)
-        made = (dense_stage if is_dense else model_layers)(architecture, groups, B, L, 4, stage=each)
-        for work in all_works(made, phase):
-            sizes[work.kind] = sizes.get(work.kind, 0.0) + work.size
-        for part in (made,) if isinstance(made, DenseStage) else made:
-            for gradient in part.gradients:
-                gradients[gradient.kind] = gradients.get(gradient.kind, 0.0) + gradient.size_bytes
-    return sizes, gradients
-
-
-@pytest.mark.parametrize("mp", [1, 2])
-@pytest.mark.parametrize("pp", [2, 3, 4, 8])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_stages_with_and_without_experts_do_together_what_the_model_does(pp: int, mp: int, phase: str) -> None:
-    whole, parts = done(ODD, 1, mp, phase), done(ODD, pp, mp, phase)
-    assert parts[0] == pytest.approx(whole[0])
-    assert parts[1] == pytest.approx(whole[1])
-
-
-def test_a_tied_embedding_is_on_both_ends_and_its_gradients_are_summed_twice() -> None:
-    tied = replace(ODD, is_tied=True)
-    whole, parts = (done(tied, pp, 1, "forward") for pp in (1, 4))
-    assert parts[0] == pytest.approx(whole[0])
-    assert parts[1]["GRAD"] - whole[1]["GRAD"] == pytest.approx(tied.M * tied.vocab * 4)
 
 
 def test_a_stage_of_dense_blocks_that_recomputes_runs_its_forward_again() -> None:
@@ -147,22 +106,6 @@ def test_one_stage_takes_what_its_micro_batches_take_one_after_the_other(name: s
     assert stage.times.busy_ms(4) == pytest.approx(planner.batch_ms(plan))
     sent = sum(each.size_bytes for layer in pipeline.works[0] for each in layer.gradients)
     assert stage.hidden_bytes + stage.after_bytes == pytest.approx(sent)
-
-
-@pytest.mark.parametrize("micro_batches", [1, 2, 5, 1000])
-def test_the_cut_that_all_micro_batches_share_is_the_best_for_their_sum(micro_batches: int) -> None:
-    layer = layer_work(SHAPE, Groups(16, 8, mp=8, esp=8, ep=2), whole_slots=True)
-    planner = Planner(kind_costs(TESTBED, Groups(16, 8, mp=8, esp=8, ep=2)), Settings(max_degree=8))
-    times = planner.times(BlockWork((), layer.backward.moe, ()), backward=True)
-    orders = [Order(degree) for degree in range(1, 9)]
-    alone_ms = times.times_ms(orders)[:, 0]
-    for grad_ms in (0.5, 5.0, 50.0):
-        last_ms = times.times_ms(orders, grad_ms)[:, 0]
-        backward = PhaseTimes(times, grad_ms=grad_ms, num_micro_batches=micro_batches)
-        _, found = choose(PhaseTimes(times), backward, SearchSpace(tuple(orders)))
-        sums_ms = (micro_batches - 1) * alone_ms + last_ms
-        assert found.time_ms * micro_batches == pytest.approx(sums_ms.min())
-        assert sums_ms[orders.index(found.order)] == pytest.approx(sums_ms.min())
 
 
 def test_gradients_pay_for_a_cut_that_is_worse_without_them_in_every_micro_batch() -> None:
@@ -245,11 +188,6 @@ def test_a_stage_without_experts_is_planned_with_its_gradients_behind_it() -> No
     assert first.times.last_backward_ms == first.times.backward_ms > 2 * forward_ms
     assert first.hidden_bytes == 0.0
     assert first.times.gradients_ms == pytest.approx(costs["GRAD"].ms(first.after_bytes))
-
-
-def test_a_batch_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_micro_batches = 0: must be"):
-        Settings(num_micro_batches=0)
 
 
 # ---- the closed form of a batch

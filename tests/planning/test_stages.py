@@ -13,7 +13,7 @@ from ds_fsmoe.planning.block import ORDERS, BlockPlan, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.schedule import A2A_IN, EXPERT, HOLD, Lane, Schedule
+from ds_fsmoe.planning.schedule import EXPERT, HOLD, Lane, Schedule
 from ds_fsmoe.planning.timeline import simulate
 from ds_fsmoe.planning.two_batch import entering, sub_batch_moe, two_batch_schedule
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work, layer_work, stage_kinds
@@ -138,15 +138,6 @@ def test_every_kind_of_stage_says_among_which_ranks_it_sends() -> None:
     assert stage_kinds() == wanted
 
 
-def test_pieces_of_so_many_bytes_are_the_same_stages_with_more_chunks() -> None:
-    # Lina's micro-operations: the number of chunks follows from the bytes, the list of stages does not change.
-    moe = layer_work(SHAPE, *LAYOUTS["the paper's"]).forward.moe
-    kinds = [each.kind for each in moe.stages]
-    for degree in (1, 4):
-        tasks = block_schedule(BlockWork((), moe, ()), BlockPlan(degree)).tasks
-        assert [task.kind for task in tasks if task.chunk == degree - 1] == kinds
-
-
 def test_an_exchange_is_what_sends_rows_to_their_experts_and_back() -> None:
     moe = layer_work(SHAPE, Groups(8, 4, mp=2, esp=2, ep=4), "2dh").forward.moe
     assert [each.kind for each in moe.exchange] == ["A2A_IN_NODE", "A2A_IN", "A2A_OUT", "A2A_OUT_NODE"]
@@ -217,19 +208,6 @@ def test_any_list_runs_in_halves(moe: MoEWork, degree: int, links: str) -> None:
     tasks = two_batch_schedule([Layer(work, work, ())], [BlockPlan(degree, links)], "forward")
     for chunk in range(2 * degree):
         assert ways_of(tasks, chunk) == [each.kind for each in moe.stages]
-
-
-def test_a_conversion_ahead_of_the_all_to_all_is_one_more_entry_of_the_list() -> None:
-    papers = layer_work(SHAPE, *LAYOUTS["the paper's"]).forward.moe
-    moe = replace(papers, ahead=(QUANTISE, *papers.ahead))
-    schedule = block_schedule(BlockWork((), moe, ()), BlockPlan(3, "paper"))
-    computed = [(schedule.tasks[i].kind, schedule.tasks[i].chunk) for i in schedule.lanes[Lane.COMPUTE]]
-    # A chunk ahead of the experts, so that the link never waits for the experts of the chunk before.
-    assert computed == [
-        *(("QUANTISE", 0), ("QUANTISE", 1), ("EXPERT", 0)),
-        *(("QUANTISE", 2), ("EXPERT", 1), ("EXPERT", 2)),
-    ]
-    assert [schedule.tasks[i].kind for i in schedule.lanes[Lane.INTER]][:3] == [A2A_IN] * 3
 
 
 def in_lanes(schedule: Schedule, lane: Lane) -> list[str]:

@@ -7,21 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from ds_fsmoe.planning.block import ORDERS, Links
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
-from ds_fsmoe.planning.cost import LayerCosts, LinearCost, SwitchedCost
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.bounds import lower_bound_ms
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
 from ds_fsmoe.planning.job.measured import (
-    ALL_GATHER,
-    ALL_TO_ALL,
     BACKWARD,
     FORWARD,
     GRADIENTS,
-    REDUCE_SCATTER,
     LayerProfile,
     Timing,
 )
@@ -38,78 +33,9 @@ def alone_ms(layer: Layer, order: Order) -> float:
     return sum(each.time_ms for each in pair)
 
 
-def bound_of(layer: Layer, max_degree: int = 16) -> float:
-    assert layer.costs is not None
-    phases = (layer.forward, layer.costs.forward), (layer.backward, layer.costs.backward)
-    return sum(lower_bound_ms(work, costs, max_degree) for work, costs in phases)
-
-
-@pytest.mark.parametrize("links", ORDERS)
-@pytest.mark.parametrize("seed", range(6))
-def test_no_order_and_no_degree_is_faster_than_the_bound(links: Links, seed: int) -> None:
-    layer = layer_of(made_up(seed))
-    for degree in (1, 2, 3, 8):
-        assert alone_ms(layer, Order(degree, links)) >= bound_of(layer) * (1 - 1e-9)
-
-
-def switched(costs: LayerCosts, layer: Layer) -> LayerCosts:
-    """Collectives that go another way from half of their size on, and a worse one."""
-
-    def of(block: object, own: dict) -> dict:
-        sizes = {each.kind: each.size for each in block.moe.collectives}
-
-        def worse(kind: str, cost: LinearCost) -> SwitchedCost:
-            return SwitchedCost(cost, LinearCost(3 * cost.alpha_ms + 2.0, 1.5 * cost.beta_ms), sizes[kind] / 2)
-
-        return {kind: worse(kind, cost) if kind in sizes else cost for kind, cost in own.items()}
-
-    return replace(
-        costs, forward=of(layer.forward, dict(costs.forward)), backward=of(layer.backward, dict(costs.backward))
-    )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_bound_holds_where_pieces_cost_less_than_their_share(seed: int) -> None:
-    straight = layer_of(made_up(seed))
-    layer = replace(straight, costs=switched(straight.costs, straight))
-    fell = 0
-    for degree in (1, 2, 3, 8):
-        for links in ORDERS:
-            found_ms = alone_ms(layer, Order(degree, links))
-            assert found_ms >= bound_of(layer) * (1 - 1e-9), (degree, links)
-            fell += found_ms < 1.5 * bound_of(layer)
-    assert fell, "the bound is far below everything, so nothing was tried"
-
-
-def test_many_chunks_that_cost_nothing_by_themselves_come_near_the_bound() -> None:
-    profile = made_up()
-    through_zero = {
-        name: replace(each, times_ms=tuple(8.0 * size / each.sizes[-1] for size in each.sizes))
-        for name, each in profile.operations.items()
-    }
-    layer = layer_of(replace(profile, operations=through_zero))
-    many_ms = min(alone_ms(layer, Order(60, links)) for links in ORDERS)
-    assert bound_of(layer, 60) * (1 - 1e-9) <= many_ms <= 1.1 * bound_of(layer, 60)
-
-
 def cost_ms(profile: LayerProfile, *names: str) -> float:
     """Of whole operations, one after the other."""
     return sum(profile.operations[name].times_ms[-1] for name in names)
-
-
-@pytest.mark.parametrize(
-    ("wholes", "busiest"),
-    [
-        ({"all-to-all": 400.0}, ((ALL_TO_ALL,) * 2, (ALL_TO_ALL,) * 2)),
-        ({"all-gather": 400.0}, ((ALL_GATHER, REDUCE_SCATTER), (ALL_GATHER, REDUCE_SCATTER))),
-        ({"experts_forward": 400.0, "experts_backward": 800.0}, ((FORWARD,), (BACKWARD,))),
-    ],
-)
-def test_the_bound_of_a_layer_is_what_its_busiest_lanes_have_to_do(wholes: dict, busiest: tuple) -> None:
-    profile = made_up(1, **wholes)
-    wanted_ms = sum(cost_ms(profile, *names) for names in busiest)
-    # A first and a last chunk have to come and to go besides, which is little of it.
-    assert wanted_ms * (1 - 1e-9) <= bound_of(layer_of(profile)) <= 1.05 * wanted_ms
 
 
 def step_of(

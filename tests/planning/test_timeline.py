@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules and timelines: the laws of a schedule played against a clock."""
+"""Timelines: one at a time or many at once they are what the definition says in exact arithmetic, task by task."""
 
 from __future__ import annotations
 
 import json
 import random
+from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from ds_fsmoe.planning.batch import Template, makespans_ms
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.decide.degree import Load, Phase
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, GRAD, HOLD, REDUCE, Draft, Lane, Schedule, Task
-from ds_fsmoe.planning.timeline import Contention, play, simulate
+from ds_fsmoe.planning.timeline import IDEAL, Contention, play, simulate
 from tests.planning.layers import (
+    CONTENTIONS,
     LAYOUTS,
     bare_block,
     bare_schedule,
@@ -24,16 +29,101 @@ from tests.planning.layers import (
     random_phase,
 )
 
-CONTENTIONS = [
-    Contention(),
-    Contention(links=0.5),
-    Contention(links=0.4, compute=0.2),
-    Contention(compute=0.7),
-    Contention(0.3, 0.2, 0.4),
-]
+
+def any_schedule(rng: random.Random, tasks: int) -> Schedule:
+    """Any tasks on any lanes, some on two at once, waiting for any before them."""
+    draft, indices = Draft(), []
+    for name in range(tasks):
+        lanes = rng.sample(list(Lane), rng.choice([1, 1, 1, 2]))
+        after = rng.sample(indices, min(len(indices), rng.choice([0, 0, 1, 2])))
+        indices.append(draft.add(str(name), *lanes, after=after))
+    return draft.finish()
 
 
-def random_schedule(rng: random.Random, layout: str) -> Schedule:
+def exact_ends(
+    schedule: Schedule, work: list[Fraction], slowdowns: tuple[Fraction, Fraction, Fraction], host: Fraction
+) -> list[Fraction]:
+    """The definition, in fractions: time goes on to whatever comes next; return when each task ends."""
+    links, compute, traffic = slowdowns
+    ends: dict[int, Fraction] = {}
+    left, now = list(work), Fraction(0)
+    # A task is issued when the host has paid for its launches and those of all before it; a HOLD is none.
+    issued = [host * sum(each.launches for each in schedule.tasks[: i + 1]) for i in range(len(schedule.tasks))]
+    while len(ends) < len(schedule.tasks):
+        heads = [next((i for i in indices if i not in ends), None) for indices in schedule.lanes.values()]
+        free = [i for i in heads if i is not None and ends.keys() >= set(schedule.tasks[i].after)]
+        running = [i for i in free if issued[i] <= now]
+        busy = {schedule.tasks[i].lane for i in running}
+        slow = {}
+        for i in running:
+            if schedule.tasks[i].lane is Lane.COMPUTE:
+                slow[i] = 1 + compute * bool(busy - {Lane.COMPUTE})
+            else:
+                slow[i] = 1 + links * ({Lane.INTER, Lane.INTRA} <= busy) + traffic * (Lane.COMPUTE in busy)
+        step = min([left[i] * slow[i] for i in running] + [issued[i] - now for i in free if i not in running])
+        now += step
+        for i in running:
+            left[i] -= step / slow[i]
+            if left[i] == 0:
+                ends[i] = now
+    return [ends[i] for i in range(len(schedule.tasks))]
+
+
+QUARTERS = st.sampled_from([0, 1, 2, 4])
+
+
+@settings(max_examples=120, derandomize=True)
+@given(st.integers(0, 10**9), st.integers(1, 14), st.tuples(QUARTERS, QUARTERS, QUARTERS), st.sampled_from([0, 1, 2]))
+def test_any_schedule_takes_exactly_what_the_definition_says_task_by_task(
+    seed: int, tasks: int, quarters: tuple[int, int, int], host: int
+) -> None:
+    rng = random.Random(seed)
+    schedule, host_ms = any_schedule(rng, tasks), Fraction(host, 4)
+    slowdowns = tuple(Fraction(each, 4) for each in quarters)
+    contention = Contention(*map(float, slowdowns))
+    template = Template.of(schedule)
+    work = [
+        [Fraction(0 if t.kind == HOLD else rng.choice([0, 1, 2, 3, 5, 8])) for t in schedule.tasks] for _ in range(3)
+    ]
+    table = np.array([[float(each) for each in column] for column in work]).T
+    issue_ms = float(host_ms) * template.launched
+    (batch,) = makespans_ms([(template, table, issue_ms)], contention)
+    jobs = [(template, table, issue_ms)] * 5  # so many that the other way of walking is taken
+    assert all(np.allclose(each, batch, rtol=1e-12, atol=0) for each in makespans_ms(jobs, contention))
+    for column in range(3):
+        expected = [float(each) for each in exact_ends(schedule, work[column], slowdowns, host_ms)]
+        assert batch[column] == pytest.approx(max(expected), rel=1e-12, abs=0)
+        costs = {t.kind: LinearCost(float(w), 0.0) for t, w in zip(schedule.tasks, work[column], strict=True)}
+        spans = simulate(schedule, costs, contention, float(host_ms)).spans
+        assert [each.end_ms for each in spans] == pytest.approx(expected, rel=1e-12, abs=1e-11)
+
+
+@pytest.mark.parametrize("contention", [IDEAL, Contention(0.45), Contention(0.3, 0.2)], ids=str)
+def test_different_schedules_at_once_do_not_mix(contention: Contention) -> None:
+    rng = random.Random(1)
+    jobs, expected = [], []
+    for _ in range(30):
+        schedule = any_schedule(rng, rng.randint(1, 30))
+        work = np.array([[0.0 if t.kind == HOLD else rng.random() for _ in range(4)] for t in schedule.tasks])
+        template = Template.of(schedule)
+        jobs.append((template, work, 0.01 * template.launched))
+        kinds = [t.kind for t in schedule.tasks]
+        expected.append(
+            [
+                simulate(
+                    schedule,
+                    {k: LinearCost(float(w), 0.0) for k, w in zip(kinds, column, strict=True)},
+                    contention,
+                    0.01,
+                ).makespan_ms
+                for column in work.T
+            ]
+        )
+    for got, right in zip(makespans_ms(jobs, contention), expected, strict=True):
+        assert got == pytest.approx(right, rel=1e-9)
+
+
+def layers_schedule(rng: random.Random, layout: str) -> Schedule:
     work = rng.choice([layer_of(layout).forward, layer_of(layout).backward])
     degree, lanes = rng.randint(1, 9), grad_lanes_of(layout)
     grads = [tuple(Slice(GRAD, lanes, 400 * rng.random()) for _ in range(rng.randint(0, 2))) for _ in range(2)]
@@ -46,7 +136,7 @@ def random_schedule(rng: random.Random, layout: str) -> Schedule:
 @pytest.mark.parametrize("contention", CONTENTIONS[:2], ids=str)
 def test_a_task_that_takes_less_than_nothing_or_for_ever_is_refused(contention: Contention, time_ms: float) -> None:
     """Time would stand still or run back, and the simulation would not end."""
-    schedule = random_schedule(random.Random(0), next(iter(LAYOUTS)))
+    schedule = layers_schedule(random.Random(0), next(iter(LAYOUTS)))
     work_ms = [1.0] * len(schedule.tasks)
     work_ms[-1] = time_ms
     with pytest.raises(ValueError, match="must be a finite number of at least 0"):
@@ -54,72 +144,26 @@ def test_a_task_that_takes_less_than_nothing_or_for_ever_is_refused(contention: 
 
 
 @pytest.mark.parametrize("contention", CONTENTIONS, ids=str)
-@pytest.mark.parametrize("host_ms", [0.0, 0.05])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_timeline_keeps_its_laws(layout: str, contention: Contention, host_ms: float) -> None:
+def test_in_every_layer_a_critical_path_is_one_and_nothing_runs_on_a_lane_that_is_held(
+    layout: str, contention: Contention
+) -> None:
     rng = random.Random(layout)
-    for _ in range(5):
-        costs, schedule = random_costs(rng), random_schedule(rng, layout)
+    for host_ms in (0.0, 0.05):
+        costs, schedule = random_costs(rng), layers_schedule(rng, layout)
         timeline = simulate(schedule, costs, contention, host_ms)
-        spans = timeline.spans
-        for lane, indices in schedule.lanes.items():
-            for first, second in pairwise(indices):
-                assert spans[second].start_ms >= spans[first].end_ms - 1e-9, "two tasks of a lane overlap"
-            alone_ms = sum(costs[schedule.tasks[i].kind].ms(schedule.tasks[i].size) for i in indices)
-            assert alone_ms <= timeline.makespan_ms + 1e-9 or any(schedule.tasks[i].launches > 1 for i in indices)
-            assert timeline.busy_ms(lane) <= timeline.makespan_ms + 1e-9
-        most = (1 + contention.links + contention.traffic) * (1 + contention.compute)
-        for index, (task, span) in enumerate(zip(schedule.tasks, spans, strict=True)):
-            assert all(span.start_ms >= spans[needed].end_ms - 1e-9 for needed in task.after)
-            launches = sum(each.launches for each in schedule.tasks[: index + 1])
-            assert span.start_ms >= host_ms * launches - 1e-9
-            alone_ms = costs[task.kind].ms(task.size, task.launches)
-            assert alone_ms - 1e-9 <= span.end_ms - span.start_ms <= alone_ms * most + 1e-9
-        path = timeline.critical_path()
+        path, spans = timeline.critical_path(), timeline.spans
         assert path[-1].end_ms == timeline.makespan_ms == max(span.end_ms for span in spans)
         assert all(a.end_ms == pytest.approx(b.start_ms, abs=1e-9) for a, b in pairwise(path))
-        assert path[0].start_ms == pytest.approx(0.0) or host_ms > 0
         if host_ms == 0:
             assert sum(span.end_ms - span.start_ms for span in path) == pytest.approx(timeline.makespan_ms)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_task_on_two_lanes_has_both_to_itself(layout: str) -> None:
-    rng = random.Random(7)
-    for _ in range(5):
-        costs, schedule = random_costs(rng), random_schedule(rng, layout)
-        spans = simulate(schedule, costs, rng.choice(CONTENTIONS)).spans
         for index, task in enumerate(schedule.tasks):
-            if task.kind != HOLD:
-                continue
-            (owner,) = task.after
-            assert schedule.tasks[owner].lane is not task.lane
-            others = [i for i in schedule.lanes[task.lane] if i != index]
-            for other in others:
-                before = spans[other].end_ms <= spans[owner].start_ms + 1e-9
-                behind = spans[other].start_ms >= spans[owner].end_ms - 1e-9
-                assert before or behind, "another task ran on a lane that was held"
-
-
-def test_one_chunk_alone_takes_the_plain_sum() -> None:
-    phase = random_phase(random.Random(5))
-    timeline = simulate(bare_schedule(phase, 1, with_gradient=False), bare_block(phase)[1])
-    a, g, e, s = phase.chunk_times_ms(1)
-    assert timeline.makespan_ms == pytest.approx(2 * a + g + e + s)
-    assert [span.task.kind for span in timeline.critical_path()] == [A2A_IN, GATHER, EXPERT, REDUCE, A2A_OUT]
-
-
-@pytest.mark.parametrize("host_ms", [0.0, 0.2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_both_simulations_agree_where_there_is_no_contention(layout: str, host_ms: float) -> None:
-    """A slowdown too small to matter takes the way of events; without one the list is walked."""
-    rng = random.Random(2)
-    for _ in range(5):
-        costs, schedule = random_costs(rng), random_schedule(rng, layout)
-        walked = simulate(schedule, costs, host_ms=host_ms)
-        played = simulate(schedule, costs, Contention(links=1e-13), host_ms)
-        for a, b in zip(walked.spans, played.spans, strict=True):
-            assert (a.start_ms, a.end_ms) == pytest.approx((b.start_ms, b.end_ms), abs=1e-9)
+            if task.kind == HOLD:
+                (owner,) = task.after
+                for other in (i for i in schedule.lanes[task.lane] if i != index):
+                    before = spans[other].end_ms <= spans[owner].start_ms + 1e-9
+                    behind = spans[other].start_ms >= spans[owner].end_ms - 1e-9
+                    assert before or behind, "another task ran on a lane that was held"
 
 
 def two_tasks(first: tuple[Lane, float], second: tuple[Lane, float], contention: Contention) -> list[float]:
@@ -134,23 +178,6 @@ def test_contention_slows_two_links_only_while_both_are_busy() -> None:
     """Inter 10 ms beside intra 4 ms at kappa 0.5: 6 ms together, then the inter link's remaining 6 ms alone."""
     both = two_tasks((Lane.INTER, 10), (Lane.INTRA, 4), Contention(links=0.5))
     assert both == pytest.approx([12.0, 6.0])
-
-
-def test_compute_is_slowed_by_traffic_and_traffic_not_by_compute() -> None:
-    assert two_tasks((Lane.INTER, 3), (Lane.COMPUTE, 10), Contention(compute=0.5)) == pytest.approx([3.0, 3 + 8])
-    assert two_tasks((Lane.INTRA, 30), (Lane.COMPUTE, 10), Contention(compute=0.5)) == pytest.approx([30.0, 15.0])
-    assert two_tasks((Lane.INTER, 3), (Lane.COMPUTE, 10), Contention(links=0.5)) == pytest.approx([3.0, 10.0])
-
-
-def test_traffic_is_slowed_by_computation_and_by_the_other_link_at_once() -> None:
-    assert two_tasks((Lane.INTER, 3), (Lane.COMPUTE, 10), Contention(traffic=0.5)) == pytest.approx([4.5, 10.0])
-    draft = Draft()
-    for place, lane in enumerate((Lane.INTER, Lane.INTRA, Lane.COMPUTE)):
-        draft.add(f"X{place}", lane, size=10)
-    costs = dict.fromkeys(("X0", "X1", "X2"), LinearCost(0, 1))
-    spans = simulate(draft.finish(), costs, Contention(links=0.5, traffic=0.5)).spans
-    # 10 ms at half speed beside both others, then 5 ms of work at 1.5 beside the other link.
-    assert [span.end_ms for span in spans] == pytest.approx([17.5, 17.5, 10.0])
 
 
 @pytest.mark.parametrize("value", [-0.1, float("nan"), float("inf")])
@@ -198,16 +225,14 @@ def test_a_timeline_can_be_looked_at() -> None:
     assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(timeline.makespan_ms * 1e3)
 
 
-def test_an_empty_schedule_and_one_that_takes_no_time_can_be_looked_at() -> None:
+def test_an_empty_schedule_takes_no_time_and_can_be_looked_at() -> None:
     nothing = simulate(Draft().finish(), {})
     assert (nothing.makespan_ms, nothing.critical_path()) == (0.0, ())
     assert nothing.gantt(20).endswith("0.000 ms")
-    free = Load(LinearCost(0.0, 0.0), 1.0)
-    phase = Phase(free, free, free, free)
-    for contention in (Contention(), Contention(0.5, 0.5)):
-        timeline = simulate(bare_schedule(phase, 3), bare_block(phase)[1], contention)
-        assert timeline.makespan_ms == 0.0
-        assert len(timeline.gantt(20).splitlines()) == 4
+    empty = Template.of(Draft().finish())
+    for contention in (IDEAL, Contention(0.5)):
+        (times,) = makespans_ms([(empty, np.zeros((0, 2)), np.zeros(0))], contention)
+        assert times.tolist() == [0.0, 0.0]
 
 
 # ---- the one thread that issues for all lanes
@@ -245,7 +270,7 @@ def test_what_the_host_takes_to_issue_adds_up_over_lanes() -> None:
 def test_a_cost_of_the_host_by_kind_that_is_the_same_for_all_is_that_cost(contention: Contention) -> None:
     rng = random.Random(11)
     for layout in LAYOUTS:
-        costs, schedule = random_costs(rng), random_schedule(rng, layout)
+        costs, schedule = random_costs(rng), layers_schedule(rng, layout)
         by_kind = {task.kind: 0.05 for task in schedule.tasks if task.kind != HOLD}
         one, other = (simulate(schedule, costs, contention, host_ms) for host_ms in (0.05, by_kind))
         assert one.makespan_ms == pytest.approx(other.makespan_ms)

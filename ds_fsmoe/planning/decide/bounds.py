@@ -28,7 +28,10 @@ def lower_bound_ms(work: BlockWork, costs: Mapping[str, Cost], max_degree: int =
         grad_ms: the time of the gradients that the inter-node link has to send during this layer.
     """
     rest_ms = sum(_whole_ms(each, costs) for each in (*work.before, *work.after))
-    return max(rest_ms + _moe_ms(work.moe, costs, max_degree), _inter_ms(work, costs) + grad_ms)
+    # Rows are converted on the links or concurrently with the experts.
+    moes = (work.moe, work.moe.converting_on_compute()) if work.moe.may_convert_on_compute else (work.moe,)
+    moe_ms = min(_moe_ms(each, costs, max_degree) for each in moes)
+    return max(rest_ms + moe_ms, _inter_ms(work, costs) + grad_ms)
 
 
 def _whole_ms(work: Work, costs: Mapping[str, Cost]) -> float:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is expected of experts by the paths of tokens, against plain counts; and the ranks that experts get for it."""
+"""Lina's own decisions: what is expected of experts by the paths of tokens, the ranks that they get for it, and how
+many share a rank."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from ds_fsmoe.planning.lina.expert_ranks import differs, num_top, ranks_of_experts, top_experts
+from ds_fsmoe.planning.lina.packing import pack, packings
 from ds_fsmoe.planning.lina.popularity import PathProfile
 
 
@@ -50,37 +53,14 @@ def by_loops(
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("length", [0, 1, 2, 3])
 def test_the_estimate_is_that_of_plain_dictionaries(length: int, k: int) -> None:
-    profile = PathProfile(7, 3)
-    counted = [tokens(seed, 211, length, 7, k) for seed in range(3)]
-    for each in counted:
-        profile.add(*each)
-    # Of other tokens, some of whose paths were never seen.
-    asked, _ = tokens(9, 101, length, 7, k)
-    assert profile.estimate(asked, k) == pytest.approx(by_loops(counted, asked, k, 7, 3), rel=1e-12)
-
-
-def test_a_path_that_was_never_seen_is_taken_without_its_first_layers() -> None:
-    profile = PathProfile(5, 2)
-    profile.add(np.array([[0, 1], [2, 1], [2, 3]]), np.array([[4], [4], [0]]))
-    assert profile.estimate(np.array([[3, 1]]), 1).tolist() == [0, 0, 0, 0, 1]
-    assert profile.estimate(np.array([[3, 3]]), 1).tolist() == [1, 0, 0, 0, 0]
-
-
-def test_a_path_of_which_nothing_is_known_is_expected_to_do_what_all_tokens_did() -> None:
-    profile = PathProfile(4, 2)
-    profile.add(np.array([[0, 1]] * 4), np.array([[3], [3], [3], [2]]))
-    assert profile.estimate(np.array([[0, 0]]), 1).tolist() == [0, 0, 0.25, 0.75]
-
-
-def test_tokens_that_chose_nothing_in_the_layer_before_do_not_count() -> None:
-    profile = PathProfile(4, 1)
-    profile.add(np.array([[0], [1]]), np.array([[2], [3]]))
-    assert profile.estimate(np.array([[4], [4], [1]]), 1).tolist() == [0, 0, 0, 1]
-
-
-def test_nothing_is_expected_where_nothing_was_counted() -> None:
-    assert PathProfile(3).estimate(np.zeros((5, 2), int), 1).tolist() == [0, 0, 0]
-    assert PathProfile(3).num_counted == PathProfile(3).num_paths == 0
+    # Of other tokens, of whose paths some or all were never seen, or nothing was counted at all.
+    for num_tokens in (0, 3, 211):
+        profile = PathProfile(7, 3)
+        counted = [tokens(seed, num_tokens, length, 7, k) for seed in range(3)]
+        for each in counted:
+            profile.add(*each)
+        asked, _ = tokens(9, 101, length, 7, k)
+        assert profile.estimate(asked, k) == pytest.approx(by_loops(counted, asked, k, 7, 3), rel=1e-12)
 
 
 def test_no_tokens_are_expected_to_choose_nothing() -> None:
@@ -212,22 +192,9 @@ def test_loads_are_as_even_as_copies_allow(num_experts: int, num_ranks: int) -> 
         assert max(loads_of(ranks_of_experts(popularity, num_ranks), popularity)) < 1.2
 
 
-def test_a_hot_expert_gets_more_ranks() -> None:
-    ranks = ranks_of_experts(np.array([1, 1, 13, 1]), 4)
-    assert sum(2 in each for each in ranks) == 4
-    ranks = ranks_of_experts(np.array([1, 1, 2.5, 1, 1, 1]), 6)
-    assert 2 <= sum(2 in each for each in ranks) <= 4
-
-
 def test_unpopular_experts_are_packed_on_few_ranks() -> None:
     popularity = np.array([2, 2, 2, 0.5, 0.5, 0.5, 0.5])
     assert (3, 4, 5, 6) in ranks_of_experts(popularity, 4)
-
-
-def test_experts_of_which_nothing_is_expected_are_spread() -> None:
-    ranks = ranks_of_experts(np.array([1, 0, 0, 0]), 4)
-    assert sorted(map(len, ranks)) == [1, 2, 2, 2]
-    assert sum(0 in each for each in ranks) == 4
 
 
 def test_without_any_popularity_experts_stay_where_they_are() -> None:
@@ -275,3 +242,87 @@ def test_lists_of_top_experts_differ_by_their_members() -> None:
 )
 def test_twice_as_many_top_experts_are_compared_as_a_token_chooses(k: int, num_experts: int, top: int) -> None:
     assert num_top(k, num_experts) == top
+
+
+def by_loop(experts: int, ranks: int, experts_ms: dict[int, float], alltoall_ms: dict[int, float]) -> int:
+    """The number of ranks, as the paper tells it: from the fewest experts per rank on, twice as many each time."""
+    while experts_ms[ranks] < alltoall_ms[ranks]:
+        if ranks % 2 or experts % (ranks // 2):
+            break
+        ranks //= 2
+    return ranks
+
+
+def fitting(experts: int, world_size: int) -> list[int]:
+    return [each for each in range(1, world_size + 1) if world_size % each == 0 and experts % each == 0]
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 6, 8, 12, 13, 64])
+def test_the_rule_is_that_of_a_loop(experts: int) -> None:
+    rng = random.Random(experts)
+    for world_size in (1, 2, 3, 4, 6, 8, 12, 16, 31):
+        sizes = fitting(experts, world_size)
+        for most_ms in (0.0, *[3.0] * 10):
+            computed = {each: rng.uniform(0, most_ms) for each in sizes}
+            sent = {each: rng.uniform(0, 3) if each > 1 else 0.0 for each in sizes}
+            found = pack([experts], sizes, computed.__getitem__, sent.__getitem__)
+            assert found.ep_size == by_loop(experts, max(sizes), computed, sent)
+            assert found.experts_per_rank(found.ep_size) == (experts // found.ep_size,)
+            assert [row.experts_ms for row in found.rows] == [computed[row.ep_size] for row in found.rows]
+
+
+def test_times_are_asked_for_no_further_than_the_choice() -> None:
+    asked: list[tuple[str, int]] = []
+
+    def experts_ms(ranks: int) -> float:
+        asked.append(("experts", ranks))
+        return 1.0
+
+    def alltoall_ms(ranks: int) -> float:
+        asked.append(("all-to-all", ranks))
+        return {16: 4.0, 8: 2.0, 4: 1.0}[ranks]
+
+    assert pack([16], [1, 2, 4, 8, 16], experts_ms, alltoall_ms).ep_size == 4
+    assert asked == [(what, ranks) for ranks in (16, 8, 4) for what in ("experts", "all-to-all")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([1], (1,)),
+        ([1, 2, 3, 6], (6, 3)),
+        ([1, 3], (3,)),
+        ([1, 2, 4, 8], (8, 4, 2, 1)),
+        ([1, 2, 3, 4, 6, 12], (12, 6, 3)),
+        ([4, 16], (16,)),
+    ],
+)
+def test_packing_goes_by_halves_as_far_as_there_are_such_numbers(sizes: list[int], expected: tuple[int, ...]) -> None:
+    assert packings(sizes) == expected
+
+
+def test_layers_with_different_experts_have_one_number_of_ranks() -> None:
+    found = pack([8, 24, 8], [1, 2, 4, 8], lambda ranks: 8.0 / ranks, lambda ranks: 2.0)
+    assert (found.num_experts, found.ep_size) == ((8, 24), 4)
+    assert found.experts_per_rank(4) == (2, 6)
+    lines = str(found.table()).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["1", "or", "3", "8", "1.000", "2.000"],
+        ["2", "or", "6", "4", "2.000", "2.000"],
+    ]
+    assert lines[0].split("  ")[0].strip() == "experts per rank"
+
+
+@pytest.mark.parametrize(
+    ("experts", "sizes", "time_ms", "message"),
+    [
+        ([8], [], 1.0, r"ep_sizes = \[\]: must be numbers of ranks that divide \[8\] experts"),
+        ([8, 6], [1, 2, 4], 1.0, r"ep_sizes = \[1, 2, 4\]: must be"),
+        ([8], [0, 1], 1.0, r"ep_sizes = \[0, 1\]: must be"),
+        ([8], [1, 2], float("nan"), "times must be finite"),
+        ([8], [1, 2], -1.0, "times must be finite and at least 0"),
+    ],
+)
+def test_what_cannot_be_packed_is_refused(experts: list[int], sizes: list[int], time_ms: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack(experts, sizes, lambda ranks: time_ms, lambda ranks: time_ms)
