@@ -32,6 +32,7 @@ from tests.deadlocks import (
     search,
     search_at_random,
     slots_needed,
+    waits_fit_the_order,
     with_a_host_that_waits,
     with_all_slots,
 )
@@ -86,6 +87,7 @@ def test_no_layer_gets_stuck_in_the_order_of_issue_and_two_slots_do_without_it(l
     for each in unlike(found):
         assert difference(each) is None
         assert common_order(each) is not None
+        assert all(map(waits_fit_the_order, each))
     slots, is_free = needs(found)
     assert is_free
     assert slots <= (1 if how == "turns" else 2)
