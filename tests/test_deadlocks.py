@@ -20,7 +20,6 @@ from torch import nn
 
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.schedule import GRAD
-from ds_fsmoe.registry import known
 from tests.deadlocks import (
     Collective,
     Devices,
@@ -64,13 +63,13 @@ FOUR = Layout(4, 2, 2, 2)
 """EP between two nodes, ESP inside them."""
 EIGHT = Layout(8, 4, 2, 4, "2dh")
 ALL = layouts((2, 3, 4))
-EVERY_ALLTOALL = [Layout(4, 4, 1, 2, name) for name in known("alltoall")]
-EVERY_ALLTOALL += [Layout(8, 4, 1, 2, "node_deduplicated"), Layout(6, 6, 1, 2, "node_deduplicated")]
+ONCE = [Layout(*sizes, 2, "node_deduplicated") for sizes in ((4, 4, 1), (8, 4, 1), (6, 6, 1))]
+"""Which takes rows alone. What 1dh sends depends on what has come: real ranks alone tell, in :data:`STEPS`."""
 HOW = ("slots", "rows", "three chunks", "turns")
 """What travels, and whether links take turns."""
 LAYERS = [(layout, how) for layout in ALL for how in HOW if how != "three chunks" or layout.world_size == 4]
-LAYERS += [(layout, "rows") for layout in EVERY_ALLTOALL if layout not in ALL]
-KEPT = [(FOUR, "slots"), (Layout(4, 4, 1, 2, "node_deduplicated"), "rows"), (FOUR, "turns")]
+LAYERS += [(layout, "rows") for layout in ONCE]
+KEPT = [(FOUR, "slots"), (ONCE[0], "rows"), (FOUR, "turns")]
 
 
 def ways_of(layout: Layout, how: str) -> list[Way]:
