@@ -438,3 +438,21 @@ def slots_needed(programs: Sequence[Program], most_states: int = 200_000) -> int
         if not found.is_complete:
             raise RuntimeError(f"{slots} slots: more than {most_states} states")
     raise RuntimeError("stuck with a slot for each stream")
+
+
+def with_all_slots(programs: Sequence[Program]) -> Devices:
+    """Devices with a slot for each stream, where a communicator of ours has one collective at a time."""
+    streams = max(len({each.stream for each in program}) for program in programs)
+    return Devices(programs, streams, one_of="fsmoe_")
+
+
+def assert_free(programs: Sequence[Program]) -> None:
+    """Ranks issue alike, in an order that all have in common, and get stuck in no order that keeps that of issue."""
+    assert difference(programs) is None
+    assert common_order(programs) is not None
+    assert all(map(waits_fit_the_order, programs))
+    assert search(Devices(programs, 1, implicit=True)).is_free
+    # As the proof has it, whoever is first.
+    assert search_at_random(Devices(programs, 1, implicit=True), range(2)).stuck is None
+    # With a slot for each stream no slot is contested, and no communicator of ours: so this is a proof as well.
+    assert search(with_all_slots(programs)).is_free

@@ -5,9 +5,10 @@ threads in place of streams: a test is not ready while none of its lines has bee
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,26 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_IN_NODE, A2A_OUT, A2A_OUT_NODE, EXPERT, Task
 from ds_fsmoe.planning.workload import AllToAll
 from tests.expert_cases import make_experts
-from tests.lane_cases import NEEDS_GPU, pause
+from tests.lane_cases import CPU, NEEDS_GPU, pause
+from tests.samples import draw
 
 ON_DEVICE = pytest.mark.parametrize(
     "device", [pytest.param(torch.device("cuda"), marks=NEEDS_GPU), torch.device("cpu")], ids=["cuda", "cpu"]
 )
+BODY_ON_CPU = pytest.mark.daily("bodies of GPU tests on the CPU", 1)
+"""What ranks and processes of tests for a GPU do, done on the CPU: what it computes has tests of its own there."""
+
+
+def every_case_on_a_gpu(name: str, cases: Sequence[Any], drawn: int) -> pytest.MarkDecorator:
+    """Parametrize a test by a device and a case: on the CPU by those that are drawn today, the others are slow."""
+    today = draw(name, range(len(cases)), drawn)
+    values = [pytest.param(torch.device("cuda"), each, marks=NEEDS_GPU, id=f"cuda-{each}") for each in cases]
+    for number, each in enumerate(cases):
+        marks = () if number in today else pytest.mark.slow
+        values.append(pytest.param(CPU, each, marks=marks, id=f"cpu-{each}"))
+    return pytest.mark.parametrize(("device", name), values)
+
+
 SEEDS = 200
 NUM_EXPERTS, CAPACITY = 4, 64
 SHARING = 2

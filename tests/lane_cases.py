@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -28,17 +29,32 @@ EVERY_LANE = pytest.mark.parametrize("lane", Lane)
 KINDS = ("A2A_IN", "GATHER", "EXPERT", "REDUCE", "A2A_OUT")
 
 
-@pytest.fixture(params=["serial", "threads", pytest.param("streams", marks=NEEDS_GPU)])
+OVERLAPPING = ["threads", "pretended streams", pytest.param("streams", marks=NEEDS_GPU)]
+PRETENDED: WeakSet[Lanes] = WeakSet()
+"""Lanes on streams of a pretended device (``tests/pretended_device.py``), whose bodies compute on the CPU at once."""
+
+
+@pytest.fixture(params=["serial", *OVERLAPPING])
 def lanes(request: pytest.FixtureRequest) -> Iterator[Lanes]:
     """Every kind of lanes."""
-    made = make_lanes(device_of(request.param), overlap=request.param != "serial")
-    yield made
-    made.close()
+    yield from _made(request)
 
 
-@pytest.fixture(params=["threads", pytest.param("streams", marks=NEEDS_GPU)])
+@pytest.fixture(params=OVERLAPPING)
 def overlapping(request: pytest.FixtureRequest) -> Iterator[Lanes]:
-    made = make_lanes(device_of(request.param))
+    """Every kind of lanes that overlap."""
+    yield from _made(request)
+
+
+def _made(request: pytest.FixtureRequest) -> Iterator[Lanes]:
+    if request.param == "pretended streams":
+        from tests.pretended_device import pretend
+
+        made, _ = pretend(request.getfixturevalue("monkeypatch"))
+        PRETENDED.add(made)
+    else:
+        device = torch.device("cuda") if request.param == "streams" else CPU
+        made = make_lanes(device, overlap=request.param != "serial")
     yield made
     made.close()
 
@@ -49,12 +65,9 @@ def threads() -> Iterator[ThreadLanes]:
         yield made
 
 
-def device_of(name: str) -> torch.device:
-    return torch.device("cuda") if name == "streams" else CPU
-
-
 def device_for(lanes: Lanes) -> torch.device:
-    return torch.device("cuda") if isinstance(lanes, StreamLanes) else CPU
+    """Return the device that bodies on these lanes compute on."""
+    return torch.device("cuda") if isinstance(lanes, StreamLanes) and lanes not in PRETENDED else CPU
 
 
 def in_time(function: Callable[[], None]) -> None:

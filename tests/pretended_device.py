@@ -32,6 +32,8 @@ class Device:
         default = self.Stream(self)
         self.current = default
         self.streams = [default]
+        self.selected: list[torch.device] = []
+        """Devices that were made the current one of a thread."""
 
     class Stream:
         def __init__(self, device: Device, priority: int = 0) -> None:
@@ -85,6 +87,11 @@ class Device:
         return self.TimingEvent(self) if enable_timing else self.Event(self)
 
     @contextmanager
+    def select(self, device: torch.device) -> Iterator[None]:
+        self.selected.append(device)
+        yield
+
+    @contextmanager
     def stream(self, stream: Device.Stream) -> Iterator[None]:
         before, self.current = self.current, stream
         try:
@@ -96,10 +103,16 @@ class Device:
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[StreamLanes, Device]:
     """(lanes, their device)."""
+    return pretend(monkeypatch)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[StreamLanes, Device]:
+    """Return lanes on a pretended device, and the device."""
     device = Device()
     for name, value in {
         "Stream": device.make_stream,
         "Event": device.make_event,
+        "device": device.select,
         "stream": device.stream,
         "current_stream": lambda _: device.current,
         "current_device": lambda: 0,

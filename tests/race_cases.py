@@ -28,6 +28,7 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import RowSizes
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
@@ -226,6 +227,7 @@ def watched(case: Case, gpu: Gpu | None = None, overlap: bool = True) -> tuple[G
     """(the device, what was computed) of a case, on streams or one task after another."""
     with world_of(case.layout.ranks), counts_come_back(), pretending(gpu) as gpu:
         lanes = make_lanes(torch.device("cuda"), overlap)
+        assert isinstance(lanes, StreamLanes) == overlap
         found = train(case, lanes)
         found = [None if each is None else each.cpu() for each in found]
         lanes.close()

@@ -24,6 +24,8 @@ from deepspeed.accelerator import get_accelerator
 from torch.distributed import distributed_c10d
 
 from ds_fsmoe.execution import collectives
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.gradients.background_lane import BackgroundStreams
 from tests.deadlocks import Collective, Program
 
 KINDS = (
@@ -241,7 +243,27 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
     return tape
 
 
-def record_deepspeed(patch: pytest.MonkeyPatch, tape: Tape) -> None:
+@contextmanager
+def engines_on_streams(one_link: bool = False) -> Iterator[tuple[pytest.MonkeyPatch, Tape]]:
+    """Within this, engines issue to streams as they do on a GPU, DeepSpeed's own too, and all of it is written down.
+
+    Args:
+        one_link: whether the links take turns.
+    """
+    cuda = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        tape = record(patch)
+        _record_deepspeed(patch, tape)
+        # On a CPU lanes would be threads.
+        patch.setattr("ds_fsmoe.layer.runtime.make_lanes", lambda *_: StreamLanes(device=cuda, one_link=one_link))
+        patch.setattr("ds_fsmoe.gradients.reduction.make_background_lane", lambda _: BackgroundStreams(cuda))
+        if one_link:
+            stated = property(lambda _: "it is asked for", lambda *_: None)
+            patch.setattr("ds_fsmoe.layer.runtime.LayerRuntime.one_link", stated, raising=False)
+        yield patch, tape
+
+
+def _record_deepspeed(patch: pytest.MonkeyPatch, tape: Tape) -> None:
     """DeepSpeed's own streams, too: on a CPU it would have none, and issue what it overlaps in one line."""
 
     class OfCurrent(Event):

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No layer can get stuck in the order of issue; what it needs without; and what a search finds where somebody errs."""
+"""Layers and engines get stuck in no order in which devices may begin what was issued; and what they need without one.
+
+Layers are run rank by rank (``tests/layers_as_programs.py``), engines on real ranks (``tests/engine_jobs.py``). A send
+is over when its receive has begun, and no earlier. It is looked at in three ways: in a stream of each pair of ranks
+beside the lanes, as NCCL has it; with all sends of a rank in one stream, as where one communicator has them all; and
+with a host that does nothing else until it is over, as with gloo.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.schedule import GRAD
@@ -15,89 +24,85 @@ from tests.deadlocks import (
     Collective,
     Devices,
     Program,
+    assert_free,
     common_order,
     difference,
+    on_other_streams,
     search,
     search_at_random,
     slots_needed,
     waits_fit_the_order,
+    with_a_host_that_waits,
+    with_all_slots,
 )
+from tests.engine_jobs import (
+    BATCHES,
+    CUT,
+    FOUR_LAYERS,
+    GPT,
+    MODELS,
+    OVERLAP,
+    SHARDED,
+    STEPS,
+    TAIL,
+    Batches,
+    Job,
+    OfModel,
+    Step,
+    recorded,
+)
+from tests.gradient_cases import Run
 from tests.layers_as_programs import Layout, Way, deadlock_table, layouts, needs, programs, unlike, ways
+from tests.ranks import run_on_ranks
+from tests.recorded_collectives import COMPUTE
 from tests.samples import sampled
+
+# ---- layers
 
 FOUR = Layout(4, 2, 2, 2)
 """EP between two nodes, ESP inside them."""
 EIGHT = Layout(8, 4, 2, 4, "2dh")
 ALL = layouts((2, 3, 4))
-ONCE = [
-    Layout(4, 4, 1, 2, "node_deduplicated"),
-    Layout(8, 4, 1, 2, "node_deduplicated"),
-    Layout(6, 6, 1, 2, "node_deduplicated"),
-]
-WINDOW = Way("paper", 3, True, (GRAD,))
+ONCE = [Layout(*sizes, 2, "node_deduplicated") for sizes in ((4, 4, 1), (8, 4, 1), (6, 6, 1))]
+"""Which takes rows alone. What 1dh sends depends on what has come: real ranks alone tell, in :data:`STEPS`."""
+HOW = ("slots", "rows", "three chunks", "turns")
+"""What travels, and whether links take turns."""
+LAYERS = [(layout, how) for layout in ALL for how in HOW if how != "three chunks" or layout.world_size == 4]
+LAYERS += [(layout, "rows") for layout in ONCE]
+KEPT = [(FOUR, "slots"), (ONCE[0], "rows"), (FOUR, "turns")]
 
 
-# ---- layers
+def ways_of(layout: Layout, how: str) -> list[Way]:
+    if how == "rows":
+        return [replace(each, in_rows=True) for each in ways(2) if each.degree == 2 and len(each.slices) < 2]
+    if how == "three chunks":
+        return [each for each in ways(3) if each.degree == 3]
+    return ways(2 if layout.world_size == 4 or how == "turns" else 3)
 
 
-@sampled("layout", ALL, [ALL.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"), Layout(3, 1, 1, 1))], ids=str)
-def test_in_the_order_of_issue_no_layer_gets_stuck_and_two_slots_do_without_it(layout: Layout) -> None:
-    asked = ways(3 if layout.world_size < 4 else 2)
-    recorded = list(programs(layout, asked).values())
-    for each in unlike(recorded):
+@sampled(("layout", "how"), LAYERS, [LAYERS.index(each) for each in KEPT], drawn=2, ids=str)
+def test_no_layer_gets_stuck_in_the_order_of_issue_and_two_slots_do_without_it(layout: Layout, how: str) -> None:
+    found = list(programs(layout, ways_of(layout, how), one_link=how == "turns").values())
+    for each in unlike(found):
         assert difference(each) is None
         assert common_order(each) is not None
         assert all(map(waits_fit_the_order, each))
-    slots, is_free = needs(recorded)
+    slots, is_free = needs(found)
     assert is_free
-    assert slots <= 2
+    assert slots <= (1 if how == "turns" else 2)
 
 
-ON_ROWS = [*ALL, *ONCE]
-
-
-@sampled("layout", ON_ROWS, [ON_ROWS.index(each) for each in (FOUR, Layout(4, 4, 1, 2, "2dh"), ONCE[-1])], ids=str)
-def test_layers_on_rows_get_stuck_no_more_than_those_on_slots(layout: Layout) -> None:
-    asked = [replace(each, in_rows=True) for each in ways(2) if each.degree == 2 and len(each.slices) < 2]
-    recorded = list(programs(layout, asked).values())
-    for each in unlike(recorded):
-        assert difference(each) is None
-        assert common_order(each) is not None
-    slots, is_free = needs(recorded)
-    assert is_free
-    assert slots <= 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [each for each in ALL if each.world_size == 4], ids=str)
-def test_four_ranks_and_three_chunks_are_no_different(layout: Layout) -> None:
-    slots, is_free = needs(list(programs(layout, [each for each in ways(3) if each.degree == 3]).values()))
-    assert is_free
-    assert slots <= 2
-
-
-@pytest.mark.parametrize("layout", [EIGHT, Layout(8, 2, 2, 4), Layout(8, 8, 1, 4, "2dh")], ids=str)
+@sampled("layout", [EIGHT, Layout(8, 2, 2, 4), Layout(8, 8, 1, 4, "2dh")], kept=[0], drawn=0, ids=str)
 def test_eight_ranks_have_one_order_in_common_and_get_stuck_in_none(layout: Layout) -> None:
-    for each in programs(layout, [WINDOW, Way("reduce_first", 3, True, (GRAD,))]).values():
-        assert difference(each) is None
-        assert common_order(each) is not None
-        assert search(Devices(each, 1, implicit=True)).is_free
+    for each in programs(layout, [Way("paper", 3, True, (GRAD,)), Way("reduce_first", 3, True, (GRAD,))]).values():
+        assert_free(each)
         assert search(Devices(each, 2)).is_free
-        assert search_at_random(Devices(each, 1, implicit=True), range(3)).stuck is None
-
-
-@sampled("layout", ALL, [ALL.index(FOUR)], ids=str)
-def test_links_that_take_turns_need_one_slot_in_any_order(layout: Layout) -> None:
-    assert needs(list(programs(layout, ways(2), one_link=True).values())) == (1, True)
 
 
 def test_a_link_of_its_own_for_gradients_needs_a_second_slot_even_where_tokens_are_in_one_stream() -> None:
     """Tokens inside a node, gradients between nodes: ``shared`` has two streams all the same."""
-    within = Layout(4, 2, 1, 2)
-    (recorded,) = programs(within, [Way("shared", 2, True, (GRAD,))]).values()
-    assert slots_needed(recorded) == 2
-    (turns,) = programs(within, [Way("shared", 2, True, (GRAD,))], one_link=True).values()
-    assert slots_needed(turns) == 1
+    within, way = Layout(4, 2, 1, 2), Way("shared", 2, True, (GRAD,))
+    assert [slots_needed(programs(within, [way], one_link)[way]) for one_link in (False, True)] == [2, 1]
 
 
 def test_the_table_says_what_each_preset_needs() -> None:
@@ -108,211 +113,215 @@ def test_the_table_says_what_each_preset_needs() -> None:
 
 
 def test_two_links_get_stuck_with_one_slot() -> None:
-    (recorded,) = programs(FOUR, [Way("paper", 3, False)]).values()
-    found = search(Devices(recorded, 1))
-    assert found.stuck is not None
-    assert all(len(each) == 1 for each in found.stuck), "each has begun one, and waits for another's"
-    assert search_at_random(Devices(recorded, 1), range(200)).stuck is not None
+    (found,) = programs(FOUR, [Way("paper", 3, False)]).values()
+    stuck = search(Devices(found, 1)).stuck
+    assert stuck is not None
+    assert all(len(each) == 1 for each in stuck), "each has begun one, and waits for another's"
+    assert search_at_random(Devices(found, 1), range(200)).stuck is not None
 
 
-# ---- what is found where somebody errs
+# ---- engines
 
 
-@pytest.fixture(scope="module")
-def recorded() -> tuple[Program, ...]:
-    """A backward with gradients on four ranks."""
-    (found,) = programs(FOUR, [WINDOW]).values()
-    return found
+def is_send(each: Collective) -> bool:
+    return each.kind.startswith("send")
 
 
-def changed(recorded: Sequence[Program], rank: int, change: Callable[[list[Collective]], None]) -> list[Program]:
-    programs = [list(each) for each in recorded]
-    change(programs[rank])
-    return [tuple(each) for each in programs]
+def sends_in_one_stream(program: Program) -> Program:
+    return on_other_streams(program, lambda each: "sends" if is_send(each) else each.stream)
 
 
-def test_swapped_collectives_are_named(recorded: tuple[Program, ...]) -> None:
-    def swap(program: list[Collective]) -> None:
-        kinds = [each.kind for each in program]
-        group = program[kinds.index("all_to_all_single")].group
-        for at, each in enumerate(program):  # two of one communicator with unlike sizes
-            for other in range(at):
-                if program[other].group == each.group and program[other].num_bytes != each.num_bytes:
-                    program[at], program[other] = program[other], program[at]
-                    return
-        pytest.fail(f"all of {group} are alike")
-
-    assert difference(recorded) is None
-    assert "bytes" in difference(changed(recorded, 1, swap))
+def sends_that_block(program: Program) -> Program:
+    """The host waits for what it has not given to a lane."""
+    return with_a_host_that_waits(program, lambda each: is_send(each) or each.stream == COMPUTE)
 
 
-def test_swapped_communicators_get_stuck_even_in_the_order_of_issue(recorded: tuple[Program, ...]) -> None:
-    """Each communicator sees what it should, and still no order of all is kept."""
-
-    def swap(program: list[Collective]) -> None:
-        dp = next(at for at, each in enumerate(program) if "gradients" in each.group)
-        esp = min((at for at, each in enumerate(program) if "esp" in each.group), key=lambda at: abs(at - dp))
-        program[esp], program[dp] = replace(program[dp], after=()), replace(program[esp], after=())
-
-    swapped = changed(recorded, 1, swap)
-    assert difference(swapped) is None
-    assert common_order(swapped) is None
-    assert search(Devices(swapped, 1, implicit=True)).stuck is not None
-
-
-@pytest.mark.parametrize("other", [Way("reduce_first", 3, False), Way("paper", 2, False)], ids=str)
-def test_a_rank_that_runs_another_plan_is_named(other: Way) -> None:
-    own, others = programs(FOUR, [Way("paper", 3, False), other]).values()
-    assert difference([own[0], others[1], *own[2:]]) is not None
-
-
-def test_another_number_of_bytes_is_named(recorded: tuple[Program, ...]) -> None:
-    def add(program: list[Collective]) -> None:
-        program[2] = replace(program[2], num_bytes=program[2].num_bytes + 4)
-
-    assert f"{recorded[0][2].num_bytes} and {recorded[0][2].num_bytes + 4} bytes" in difference(
-        changed(recorded, 0, add)
-    )
+def check(job: Job, parts: list[tuple[Program, ...]]) -> None:
+    """No part of a job gets stuck; batches through stages in none of the three ways of sends."""
+    for each in parts:
+        assert_free(each)
+    if isinstance(job, Batches):
+        assert len(parts) == 1 + job.count
+        for each in parts:
+            assert_free(tuple(map(sends_in_one_stream, each)))
+            assert_free(tuple(map(sends_that_block, each)))
+        # Each micro batch goes from stage to stage and comes back, from each of its ranks.
+        per_stage = len(parts[-1]) // job.num_stages
+        between = sum(is_send(each) for program in parts[-1] for each in program) // 2
+        assert between == 2 * job.accumulation * (job.num_stages - 1) * per_stage
+        lengths = [len(each[-1]) for each in parts]
+        assert (max(lengths) > 10 * lengths[-1]) == (job.how == "tuned")
+    if isinstance(job, Step) and job.one_link:
+        # Where DeepSpeed reduces, in a stream of its own, links that take turns are not enough: a warning says so.
+        assert slots_needed(parts[0]) == (2 if job.run.mode == "off" else 1)
 
 
-def test_another_type_and_a_missing_call_are_named(recorded: tuple[Program, ...]) -> None:
-    def retype(program: list[Collective]) -> None:
-        program[0] = replace(program[0], dtype="bfloat16")
-
-    assert "float32" in difference(changed(recorded, 3, retype))
-    assert "calls of each rank" in difference(changed(recorded, 3, lambda program: program.pop() and None))
+ON_LINKS = {COMPUTE, "link 0", "link 1"}
 
 
-def test_uneven_pieces_are_compared_pair_by_pair() -> None:
-    pieces = Collective("link 0", "a2a", (0, 1), "all_to_all_single", ((0, 8), (0, 12)), "float32")
-    programs = [(pieces,), (replace(pieces, num_bytes=((12, 0), (8, 0))),)]
-    assert difference(programs) is None
-    wrong = [(pieces,), (replace(pieces, num_bytes=((12, 0), (16, 0))),)]
-    assert difference(wrong) == "a2a, call 0: 8 bytes from 0 to 1, where 16 are received"
+def test_engines_get_stuck_in_no_order_that_keeps_that_of_issue(tmp_path: Path) -> None:
+    """Two links, a layer that one rank skips, experts that move, parameters that one rank reads."""
+    two_links = Step(Run(0, block=SHARDED, features=GPT))
+    stage_2 = Step(Run(2, block=CUT, config=OVERLAP, features=frozenset({"skips"})), count=4)
+    moving = next(each for each in STEPS if each.moves)
+    jobs = two_links, stage_2, moving, TAIL
+    *found, [taken_out] = recorded(tmp_path, *jobs, replace(TAIL, ends_gathers=False))
+    for job, parts in zip(jobs, found, strict=True):
+        check(job, parts)
+    [links], [of_zero], *_ = found
+    # Without an order two links get stuck if one fits.
+    assert search_at_random(Devices(links, 1), range(50)).stuck is not None
+    assert slots_needed(links) == slots_needed(of_zero) == 2
+    beside = {each.stream for each in of_zero[0]} - ON_LINKS
+    assert len(beside) == 2, "between layers, gradients and updated parameters have the same two streams"
+    # Without a wait of those who have not read, each communicator still sees the same calls, and the ranks get stuck.
+    assert difference(taken_out) is None
+    stuck = search(with_all_slots(taken_out)).stuck
+    assert stuck is not None
+    assert any("fsmoe_gradients" in name for names in stuck for name in names)
 
 
-def test_a_dropped_wait_that_closes_a_cycle_gets_stuck() -> None:
-    """Two communicators on two streams, ordered by an event on both ranks; one of them has lost it."""
-    first = Collective("link 0", "a", (0, 1), "all_reduce", 4, "float32")
-    second = replace(first, stream="link 1", group="b", after=(("link 0", 1),))
-    assert slots_needed([(first, second)] * 2) == 1
-    assert search(Devices([(first, second), (first, replace(second, after=()))], 1)).stuck == [
-        ["all_reduce of a"],
-        ["all_reduce of b"],
-    ]
+def test_batches_leave_while_gradients_are_under_way_and_all_ranks_meet_between_them_only(tmp_path: Path) -> None:
+    job = Batches(FOUR_LAYERS, 4)
+    [parts] = recorded(tmp_path, job)
+    check(job, parts)
+    last = parts[-1]
+    assert {"link 0", COMPUTE} < {each.stream for each in last[2]}
+    of_gradients = [at for at, each in enumerate(last[2]) if "gradients" in each.group]
+    last_send = max(at for at, each in enumerate(last[2]) if is_send(each))
+    assert sum(at < last_send for at in of_gradients) > 1, "gradients are under way before the last micro batch is back"
+    # A stage of two ranks has one link; sends wait for what is on it, and it waits for them.
+    assert slots_needed(last) == 1
+    check_that_all_ranks_meet_between_batches_only(last)
 
 
-def test_a_dropped_wait_of_a_real_layer_gets_stuck_where_it_was_in_order() -> None:
-    """Links that take turns by events alone: without those of one rank, it begins with what the others come to last."""
-    (layer,) = programs(FOUR, [Way("shared", 2, False)], one_link=True).values()
-    on_two = [_with_streams_per_kind(each) for each in layer]
-    assert slots_needed(on_two) == 1
-    dropped = [tuple(replace(each, after=()) for each in on_two[0]), *on_two[1:]]
-    assert search(Devices(dropped, 1)).stuck is not None
+def check_that_all_ranks_meet_between_batches_only(last: Sequence[Program]) -> None:
+    """A stage begins its third forward when the next one has its second input, and hands the third on after it: what
+    all ranks did in it would get stuck, though each communicator sees what it should."""
+
+    def with_all_at(program: Program, at: int) -> Program:
+        counts = {name: sum(each.stream == name for each in program[:at]) for name in {x.stream for x in program[:at]}}
+        of_all = Collective(COMPUTE, "all", (0, 1, 2, 3), "all_reduce", 8, "float64", tuple(sorted(counts.items())))
+        return (*program[:at], of_all, *program[at:])
+
+    def is_stuck(programs: Sequence[Program]) -> bool:
+        assert difference(programs) is None
+        found = search(Devices(tuple(map(sends_that_block, programs)), 1, implicit=True)).stuck is not None
+        assert found == (common_order(programs) is None)
+        return found
+
+    kinds = [[each.kind for each in program] for program in last]
+    third = []
+    for rank, of_rank in enumerate(kinds):
+        name = f"send from {rank % 2} to {rank % 2 + 2}"
+        third.append([at for at, kind in enumerate(of_rank) if kind == name][2])
+    # The first stage before it sends, the second when it has received.
+    assert is_stuck([with_all_at(program, third[rank] + (rank >= 2)) for rank, program in enumerate(last)])
+    for at in (0, -1):
+        assert not is_stuck([with_all_at(program, range(len(program) + 1)[at]) for program in last])
 
 
-def _with_streams_per_kind(program: Program) -> Program:
-    """The same, in which a communicator has a stream and waits for all before it."""
-    counts: dict[str, int] = {}
-    found = []
-    for each in program:
-        after = tuple((stream, count) for stream, count in counts.items() if stream != each.group)
-        found.append(replace(each, stream=each.group, after=after))
-        counts[each.group] = counts.get(each.group, 0) + 1
-    return tuple(found)
+@sampled("job", STEPS, ids=str)
+def test_steps_of_every_stage_mode_and_part_get_stuck_in_no_order(job: Step, tmp_path: Path) -> None:
+    check(job, *recorded(tmp_path, job))
 
 
-# ---- the search itself
+@pytest.mark.long
+@sampled("job", MODELS, kept=[1], ids=str)
+def test_steps_of_models_by_halves_and_gathered_ahead_get_stuck_in_no_order(job: OfModel, tmp_path: Path) -> None:
+    check(job, *recorded(tmp_path, job))
 
 
-def random_programs(seed: int) -> list[Program]:
-    """Three ranks, three streams, random communicators and waits for what was issued before; often not alike."""
-    draw = random.Random(seed)
-    groups = [(0, 1), (1, 2), (0, 2), (0, 1, 2)]
-    calls = [(draw.choice(groups), f"s{draw.randrange(3)}", draw.random()) for _ in range(draw.randrange(2, 6))]
-    found: list[Program] = []
-    for rank in range(3):
-        issued: dict[str, int] = {}
-        program: list[Collective] = []
-        own = [each for each in calls if rank in each[0]]
-        if draw.random() < 0.3:
-            draw.shuffle(own)
-        for ranks, stream, chance in own:
-            waits = [(s, n) for s, n in issued.items() if s != stream and chance < 0.5]
-            # A third of the programs use a communicator on several streams.
-            name = f"{stream} {ranks}" if seed % 3 else f"{ranks}"
-            program.append(Collective(stream, name, ranks, "all_reduce", 4, "float32", tuple(waits)))
-            issued[stream] = issued.get(stream, 0) + 1
-        found.append(tuple(program))
-    return found
+@pytest.mark.long
+@sampled("job", BATCHES, ids=str)
+def test_batches_through_stages_get_stuck_in_no_order(job: Batches, tmp_path: Path) -> None:
+    check(job, *recorded(tmp_path, job))
 
 
-def gets_stuck(programs: Sequence[Program], slots: int, implicit: bool, one_of: str | None) -> bool:
-    """By hand: every order, ends of collectives as choices of their own, and nothing left out."""
-    numbered = []
-    for program in programs:
-        groups = [each.group for each in program]
-        numbered.append([groups[:at].count(group) for at, group in enumerate(groups)])
-    start = tuple((frozenset(), frozenset()) for _ in programs)
-    seen, stack = {start}, [start]
-    while stack:
-        state = stack.pop()
-        following = []
-        for rank, (over, resident) in enumerate(state):
-            program = programs[rank]
-            for at, each in enumerate(program):
-                if at in over or at in resident:
-                    continue
-                if len(resident) == slots or (implicit and at != len(over) + len(resident)):
-                    continue
-                if one_of is not None and any(program[other].group == each.group for other in resident):
-                    continue
-                streams: dict[str, list[int]] = {}
-                for index, other in enumerate(program):
-                    streams.setdefault(other.stream, []).append(index)
-                before = streams[each.stream][: streams[each.stream].index(at)]
-                waits = [index for stream, count in each.after for index in streams[stream][:count]]
-                if all(index in over for index in (*before, *waits)):
-                    new = list(state)
-                    new[rank] = over, resident | {at}
-                    following.append(tuple(new))
-            for at in resident:
-                key = program[at].group, numbered[rank][at]
-                held = [
-                    next((i for i in state[r][1] if (programs[r][i].group, numbered[r][i]) == key), None)
-                    for r in program[at].ranks
-                ]
-                if None not in held:
-                    new = list(state)
-                    for r, index in zip(program[at].ranks, held, strict=True):
-                        new[r] = new[r][0] | {index}, new[r][1] - {index}
-                    following.append(tuple(new))
-        if not following and any(len(over) < len(p) for (over, _), p in zip(state, programs, strict=True)):
-            return True
-        for each in following:
-            if each not in seen:
-                seen.add(each)
-                stack.append(each)
-    return False
+WIDE = (*SHARDED[:1], ("topology.ranks_per_node", 4), *SHARDED[2:])
+ON_EIGHT: list[Job] = [
+    Step(Run(1, block=WIDE, features=GPT)),
+    Step(Run(0, ep_size=4, block=WIDE[:-1])),
+    *(Batches(FOUR_LAYERS, 4, zero_stage, how="sharded") for zero_stage in (0, 1)),
+]
 
 
-@pytest.mark.parametrize("one_of", [None, ""])
-@pytest.mark.parametrize("implicit", [False, True])
-@pytest.mark.parametrize("slots", [1, 2, 3])
-def test_what_the_search_leaves_out_changes_nothing(slots: int, implicit: bool, one_of: str | None) -> None:
-    outcomes = set()
-    for seed in range(60):
-        found = random_programs(seed)
-        expected = gets_stuck(found, slots, implicit, one_of)
-        assert (search(Devices(found, slots, implicit, one_of)).stuck is not None) == expected, seed
-        outcomes.add(expected)
-    assert outcomes == {False, True}
+@pytest.mark.daily("engines of eight ranks", 1)
+@pytest.mark.parametrize("job", ON_EIGHT, ids=str)
+def test_engines_of_eight_ranks_get_stuck_in_no_order_and_sends_need_no_slot(job: Job, tmp_path: Path) -> None:
+    [parts] = recorded(tmp_path, job, ranks=8)
+    check(job, parts)
+    if isinstance(job, Batches):
+        assert {each.stream for each in parts[-1][0]} > ON_LINKS
+        without = [tuple(each for each in program if not is_send(each)) for program in parts[-1]]
+        assert slots_needed(without) == slots_needed(parts[-1]) == 2
 
 
-def test_two_of_a_communicator_that_no_wait_puts_in_an_order_get_stuck() -> None:
-    first = Collective("link 0", "a", (0, 1), "all_reduce", 4, "float32")
-    ordered = first, replace(first, stream="link 1", after=(("link 0", 1),))
-    loose = first, replace(first, stream="link 1")
-    assert search(Devices([ordered, ordered], 2, one_of="a")).is_free
-    assert search(Devices([ordered, loose], 2)).is_free, "where communicators do not count, nothing is seen"
-    assert search(Devices([ordered, loose], 2, one_of="a")).stuck is not None
+@pytest.mark.long
+def test_parameters_gathered_ahead_get_stuck_without_the_fence_and_not_with_it(tmp_path: Path) -> None:
+    """One parameter ahead is in :data:`MODELS`; here are several, beside the collectives of the lanes."""
+    job = OfModel("qwen3_moe", 3, "flat", 2, 1, halves="off", ahead=5000)
+    [fenced], [as_it_comes] = recorded(tmp_path, job, replace(job, is_fenced=False))
+    assert_free(fenced)
+    gathers = [at for at, each in enumerate(fenced[0]) if each.kind.startswith("all_gather")]
+    rows = [at for at, each in enumerate(fenced[0]) if each.stream == "link 1"]
+    assert any(rows[0] < at < rows[-1] for at in gathers), "nothing is gathered between the lanes' collectives"
+    groups = {fenced[0][at].group for at in gathers}
+    assert len(groups) == 2, "dense parameters and experts' are gathered in communicators of their own"
+    # Each communicator's collectives are the same on all of its ranks; they are mixed in other orders.
+    assert difference(as_it_comes) is None
+    assert common_order(as_it_comes) is None
+    assert search_at_random(Devices(as_it_comes, 1, implicit=True), range(20)).stuck is not None
+
+
+# ---- modules within experts
+
+
+def lopsided(rank: int, world_size: int) -> list[str]:
+    """What is off of four losses at stage 3, where all tokens choose two experts of the first rank."""
+    from tests.test_hugging_face import WIDTH, OfTwice, Twice, ds_config, engine_of
+
+    class OnlyHit(Twice):
+        """As families write it: an expert without a token is not computed, nor its activation called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.act_fn = nn.Sigmoid()
+
+        def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
+            gate, value = up.chunk(2, dim=-1)
+            return self.act_fn(gate) * value
+
+        def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
+            y_SM = torch.zeros_like(x_SM)
+            for expert in index_SK.unique().tolist():
+                tokens, choices = torch.where(index_SK == expert)
+                h = self._apply_gate(x_SM[tokens] @ self.gate_up_proj[expert].t())
+                y = 2 * h @ self.down_proj[expert].t() * weights_SK[tokens, choices, None]
+                y_SM = y_SM.index_add(0, tokens, y)
+            return y_SM
+
+    reference = OfTwice(OnlyHit)
+    with torch.no_grad():
+        reference.router.bias.copy_(torch.tensor([9.0, 7.0, 0.0, 5.0]))
+    engine = engine_of(copy.deepcopy(reference), ds_config(3, lr=0.1, ep_size=2))
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    said = []
+    for step in range(4):
+        xs = torch.randn(world_size, 5, WIDTH, generator=torch.Generator().manual_seed(step)) / 10
+        losses = torch.stack([reference(each) for each in xs])
+        optimizer.zero_grad()
+        losses.mean().backward()
+        optimizer.step()
+        loss = engine(xs[rank])
+        engine.backward(loss)
+        engine.step()
+        if not abs(loss.item() - losses[rank].item()) <= 1e-5 * losses[rank].item():
+            said.append(f"step {step}: loss {loss.item()} for {losses[rank].item()}")
+    engine.destroy()
+    return said
+
+
+@pytest.mark.long
+def test_modules_within_experts_may_be_called_a_different_number_of_times_on_each_rank(tmp_path: Path) -> None:
+    assert run_on_ranks(lopsided, 2, tmp_path) == [[], []]

@@ -13,16 +13,62 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.gpu_engine_job import STEPS, train
+import ds_fsmoe
+from ds_fsmoe.execution.stream_lanes import StreamLanes
+from tests.gpu_cases import BODY_ON_CPU
 from tests.lane_cases import NEEDS_GPU, NEEDS_GPUS
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
-from tests.scripts import ROOT
+from tests.small_model import Case, SmallModel, batch
 from tests.waiting import LIMIT_S
 
-JOB = str(ROOT / "tests" / "gpu_engine_job.py")
+STEPS = 4
+"""Two in which layers are looked at, one ahead of which they are measured and planned, and one more."""
+
+
+def devices_of(engine: Any) -> dict[str, list[str]]:
+    """What is where."""
+    lanes = engine.fsmoe.running.lanes
+    found = {"parameters": {str(each.device) for each in engine.module.parameters()}}
+    found["gradients"] = {str(each.grad.device) for each in engine.module.parameters() if each.grad is not None}
+    if isinstance(lanes, StreamLanes):
+        found["streams"] = {str(each.device) for each in lanes._links.values()}
+    if torch.cuda.is_available():
+        found["current"] = {f"cuda:{torch.cuda.current_device()}"}
+    return {name: sorted(each) for name, each in found.items()}
+
+
+def train(rank: int, world_size: int, stage: int, block: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a small model with experts on all ranks, and where things are."""
+    model = SmallModel(Case(ep_size=world_size, stage=stage, expert="gpt"), rank)
+    config = Case(stage=stage).ds_config(fsmoe={"enabled": True, "ops": "reference", **block})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    losses = []
+    for step in range(STEPS):
+        loss, _ = engine(*(each.to(engine.device) for each in batch(step, rank, torch.float32)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    found = {"losses": losses, "devices": devices_of(engine), "lanes": type(engine.fsmoe.running.lanes).__name__}
+    engine.destroy()
+    return found
+
+
+def main(folder: str) -> None:
+    """Be a rank that a launcher has started, of a script that sets no device, as most do not."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed()
+    rank = dist.get_rank()
+    # Measured and planned in the first, which is most of what there is to be done on a GPU.
+    blocks = {0: {}, 2: {"autotune": {"enabled": False}}}
+    found = [train(rank, dist.get_world_size(), stage, block) for stage, block in blocks.items()]
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 def launch(folder: Path, world_size: int, **variables: str) -> list[list[dict[str, Any]]]:
@@ -33,7 +79,7 @@ def launch(folder: Path, world_size: int, **variables: str) -> list[list[dict[st
         "PYTHONPATH": python_path(),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     } | variables
-    command = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), JOB, str(folder)]
+    command = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), "-m", __name__, str(folder)]
     options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
     done = subprocess.run(command, env=environment, cwd=folder, **options)
     if done.returncode:
@@ -68,12 +114,12 @@ def on_stages(rank: int, world_size: int) -> list[dict[str, Any]]:
     return [train(rank, world_size, stage, {"autotune": {"enabled": False}}) for stage in (0, 2)]
 
 
-@pytest.mark.slow
+@BODY_ON_CPU
 def test_what_those_ranks_do_is_done_on_the_cpu(tmp_path: Path) -> None:
     check(run_on_ranks(on_stages, 1, tmp_path), "ThreadLanes", "cpu")
 
 
-@pytest.mark.slow
+@BODY_ON_CPU
 def test_the_script_of_those_ranks_runs_on_the_cpu(tmp_path: Path) -> None:
     check(launch(tmp_path, 2, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"), "ThreadLanes", "cpu")
 
@@ -87,3 +133,7 @@ def test_a_stream_on_another_device_is_seen(fault: str) -> None:
     check([[fine]], "StreamLanes", "cuda:{rank}")
     with pytest.raises(AssertionError):
         check([[fine], [found]], "StreamLanes", "cuda:{rank}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -20,7 +20,6 @@ import torch
 from ds_fsmoe.execution.lanes import SerialLanes, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
-from ds_fsmoe.planning.schedule import EXPERT, Lane, Task
 from tests import gpu_cases
 from tests.gpu_cases import DEGREES, KINDS, ON_DEVICE, SEEDS, Case, case_of, checksums, differing_seeds, run_layer
 from tests.lane_cases import CPU, NEEDS_GPU
@@ -68,13 +67,6 @@ def test_the_comparison_sees_rows_that_are_overwritten_while_experts_have_yet_to
     monkeypatch.setattr(gpu_cases.EmulatedWires, "sent", into_the_same_place)
     found = run_layer(case, SerialLanes(), CPU, 8)
     assert not all(map(torch.equal, found, expected))
-
-
-def test_every_task_of_experts_is_delayed_on_its_own_lane() -> None:
-    delays = gpu_cases.Delays(CPU, 0)
-    delays.begin(0, Task(EXPERT, Lane.COMPUTE))
-    delays.begin(0, Task("A2A_IN", Lane.INTER))
-    assert delays.delayed == 1
 
 
 def main(device: str, num_seeds: int, file: str) -> None:

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
 from ds_fsmoe.ops import load_ops
-from tests.gpu_cases import ON_DEVICE
+from tests.gpu_cases import ON_DEVICE, every_case_on_a_gpu
+from tests.lane_cases import CPU
 from tests.test_gpu_one_rank import errors_at_waits
 
-CPU = torch.device("cpu")
 CASES = [
     *(
         (sent, 8, at, of)
@@ -62,8 +61,7 @@ def distance(
     return most
 
 
-@ON_DEVICE
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)).replace("torch.", ""))
+@every_case_on_a_gpu("case", CASES, drawn=2)
 def test_a_layer_on_the_device_is_that_of_float64(device: torch.device, case: tuple[Any, ...]) -> None:
     distance(device, *case)
 

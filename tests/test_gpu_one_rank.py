@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.ops import Ops, reference
 from tests.gpu_cases import ON_DEVICE
 from tests.python_path import python_path
+from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, free_port
 from tests.test_gpu_ops import REFERENCE, ops_of
 from tests.waiting import LIMIT_S
@@ -284,8 +286,10 @@ def leave_no_trace_of_none(device: torch.device) -> int:
     return len(names)
 
 
-def in_a_process(function: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
-    """Call a function of this file in a process with an engine's environment, and return what it returns."""
+def in_a_process(function: Callable[..., Any], device: torch.device, folder: Path, *arguments: Any) -> Any:
+    """Call a function of this file in a process that is one rank, and return what it returns."""
+    if device.type == "cpu":
+        return run_on_ranks(called, 1, folder, function, device, arguments)[0]
     code = f"import json, torch; from tests.test_gpu_one_rank import {function.__name__} as f; "
     code += f"print(json.dumps(['RETURNED', f(torch.device({device.type!r}), *{arguments!r})]))"
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "DS_ACCELERATOR": device.type}
@@ -299,6 +303,10 @@ def in_a_process(function: Callable[..., Any], device: torch.device, *arguments:
     return json.loads(last)[1]
 
 
+def called(rank: int, world_size: int, function: Callable[..., Any], device: torch.device, arguments: Any) -> Any:
+    return function(device, *arguments)
+
+
 def needs_one_kernel(device: torch.device) -> None:
     """Skip a test where grouped products of bf16 are a loop over experts, whose sizes the host has to know."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
@@ -308,20 +316,20 @@ def needs_one_kernel(device: torch.device) -> None:
 @ON_DEVICE
 @pytest.mark.parametrize("ops", ["required", "plain"])
 def test_a_step_of_a_block_of_one_rank_waits_for_nothing(
-    ops_of: Callable[[torch.device], Ops], device: torch.device, ops: str
+    ops_of: Callable[[torch.device], Ops], device: torch.device, ops: str, tmp_path: Path
 ) -> None:
     needs_one_kernel(device)
     ops_of(device)  # compiled by now
-    assert in_a_process(wait_for_nothing, device, ops) == ""
+    assert in_a_process(wait_for_nothing, device, tmp_path, ops) == ""
 
 
 @ON_DEVICE
 def test_choices_of_no_expert_leave_no_trace_in_poisoned_memory(
-    ops_of: Callable[[torch.device], Ops], device: torch.device
+    ops_of: Callable[[torch.device], Ops], device: torch.device, tmp_path: Path
 ) -> None:
     needs_one_kernel(device)
     ops_of(device)
-    assert in_a_process(leave_no_trace_of_none, device) == 5
+    assert in_a_process(leave_no_trace_of_none, device, tmp_path) == 5
 
 
 @pytest.mark.gpu

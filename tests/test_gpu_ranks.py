@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_cases import BODY_ON_CPU
 from tests.gpu_ranks import SEVERAL_RANKS, VARIABLES, nccl_version, run_ranks
 from tests.waiting import LIMIT_S
 
@@ -23,7 +24,7 @@ def test_two_ranks_on_one_gpu_train_as_stock_does(tmp_path: Path) -> None:
     assert COLLECTIVES.items() <= found.items()
 
 
-@pytest.mark.long
+@BODY_ON_CPU
 def test_what_those_ranks_do_is_done_on_the_cpu(tmp_path: Path) -> None:
     found = run_ranks(tmp_path / "ranks", 2, "gloo", True, LIMIT_S, DS_ACCELERATOR="cpu")
     assert {name: each for name, each in found.items() if each[0] != "ok"} == {}
@@ -31,7 +32,7 @@ def test_what_those_ranks_do_is_done_on_the_cpu(tmp_path: Path) -> None:
     assert len(found) == 3
 
 
-@pytest.mark.long
+@BODY_ON_CPU
 def test_a_rank_that_fails_is_told(tmp_path: Path) -> None:
     found = run_ranks(tmp_path / "ranks", 2, "no backend", True, LIMIT_S, DS_ACCELERATOR="cpu")
     assert list(found) == ["end"]

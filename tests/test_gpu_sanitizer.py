@@ -18,7 +18,7 @@ import torch
 
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.ops import Ops, load_ops
-from tests.gpu_cases import case_of, run_layer
+from tests.gpu_cases import BODY_ON_CPU, case_of, run_layer
 from tests.ops_cases import SHAPES_SMKN
 from tests.python_path import python_path
 from tests.scripts import ROOT, free_port
@@ -98,6 +98,7 @@ def test_the_sanitizer_finds_nothing(ops_of: Callable[[torch.device], Ops], tool
     sanitized(tool, what)
 
 
+@BODY_ON_CPU
 @pytest.mark.parametrize("what", ["ops", "layers", "model"])
 def test_what_runs_under_the_sanitizer_runs(ops_of: Callable[[torch.device], Ops], what: str) -> None:
     ops_of(torch.device("cpu"))

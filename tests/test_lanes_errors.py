@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import random
+import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.lane_cases import (
     COMPUTE,
     EVERY_LANE,
     INTER,
+    KINDS,
     Arithmetic,
     BodyError,
     Log,
@@ -31,7 +33,8 @@ from tests.lane_cases import (
     serial_outcome,
     threads,
 )
-from tests.waiting import LIMIT_S, linger
+from tests.ranks import run_on_ranks
+from tests.waiting import LIMIT_S, linger, until
 
 FIXTURES = (lanes, threads)  # which pytest finds by their names here
 
@@ -41,7 +44,7 @@ FIXTURES = (lanes, threads)  # which pytest finds by their names here
 def test_the_error_of_a_body_comes_out_and_the_lanes_run_again(
     lanes: Lanes, lane: Lane, error_type: type[BaseException]
 ) -> None:
-    for seed in range(25):
+    for seed in range(12):
         schedule = random_schedule(seed, num_tasks=23)
         indices = [index for index in schedule.lanes[lane] if schedule.tasks[index].kind != HOLD]
         if not indices:
@@ -141,117 +144,104 @@ def test_an_observer_hears_the_end_of_a_task_that_fails(lanes: Lanes) -> None:
     assert log.events == [("begin", 0), ("end", 0)]
 
 
-def python(script: str, *arguments: str) -> str:
-    """What a script prints, in a process of its own: some signals are for the main thread only."""
-    result = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+# ---- Ctrl-C, in a process of its own: some signals are for the main thread only
 
 
-INTERRUPTED_WAIT = """
-import signal, threading
-from tests.lane_cases import COMPUTE, INTER, ThreadLanes, schedule_of
-from tests.waiting import linger, until
-interrupts = []
-def interrupt(*_):
-    interrupts.append(True)
-    raise KeyboardInterrupt
-signal.signal(signal.SIGINT, interrupt)
-lanes, ended = ThreadLanes(), []
-schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, (0,)), ("A2A_OUT", INTER, (1,)))
-def slow(task):
+def raise_at(number: int) -> list[bool]:
+    """From now on this signal raises in the main thread; return a list that grows with each."""
+    raised: list[bool] = []
+
+    def interrupt(*_: Any) -> None:
+        raised.append(True)
+        raise KeyboardInterrupt
+
+    signal.signal(number, interrupt)
+    return raised
+
+
+def interrupt(raised: list[bool], count: int) -> None:
+    """Interrupt the main thread, which is about to wait and should be at it."""
     linger()
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-    until(lambda: interrupts)
-    linger()
-    ended.append(task.kind)
-try:
-    lanes.run(schedule, {"A2A_IN": slow, "EXPERT": ended.append, "A2A_OUT": ended.append})
-except KeyboardInterrupt:
-    print("interrupted", ended)
-lanes.run(schedule, dict.fromkeys(("A2A_IN", "EXPERT", "A2A_OUT"), lambda task: ended.append(task.kind)))
-print(ended)
-"""
+    until(lambda: len(raised) == count)
 
 
-def test_ctrl_c_while_the_caller_waits_ends_the_run_and_leaves_the_lanes_usable() -> None:
-    lines = python(INTERRUPTED_WAIT).splitlines()
-    assert lines == ["interrupted ['A2A_IN']", "['A2A_IN', 'A2A_IN', 'EXPERT', 'A2A_OUT']"]
+def interrupted_once(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What had ended when the run was over, and what has after another run."""
+    raised, lanes, ended = raise_at(signal.SIGINT), ThreadLanes(), []
+    schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, (0,)), ("A2A_OUT", INTER, (1,)))
+
+    def note(task: Task) -> None:
+        ended.append(task.kind)
+
+    def slow(task: Task) -> None:
+        interrupt(raised, 1)
+        linger()
+        note(task)
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(schedule, {"A2A_IN": slow, "EXPERT": note, "A2A_OUT": note})
+    then = list(ended)
+    lanes.run(schedule, dict.fromkeys(KINDS, note))
+    return then, ended
 
 
-INTERRUPTED_TWICE = """
-import signal, sys, threading
-from tests.lane_cases import COMPUTE, INTER, LIMIT_S, ThreadLanes, schedule_of
-from tests.waiting import linger, until
-interrupts = []
-def interrupt(*_):
-    interrupts.append(True)
-    raise KeyboardInterrupt
-signal.signal(signal.SIGINT, interrupt)
-lanes, ended, main = ThreadLanes(), [], threading.main_thread().ident
-schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, ()), ("A2A_OUT", INTER, ()))
-computing, computed, is_out = threading.Event(), threading.Event(), threading.Event()
-def stuck(task):
-    (computing if sys.argv[1] == "while it computes" else computed).wait(LIMIT_S)
-    for count in (1, 2):
-        linger()  # the caller is about to wait, and should be at it
-        signal.pthread_kill(main, signal.SIGINT)
-        until(lambda: len(interrupts) == count)
-    is_out.wait(LIMIT_S)
-    ended.append("stuck")
-def compute(task):
-    computing.set()
-    if sys.argv[1] == "while it computes":
-        until(lambda: False)
-    computed.set()
-try:
-    lanes.run(schedule, {"A2A_IN": stuck, "EXPERT": compute, "A2A_OUT": stuck})
-except KeyboardInterrupt:
-    print("interrupted", ended)
+def test_ctrl_c_while_the_caller_waits_ends_the_run_and_leaves_the_lanes_usable(tmp_path: Path) -> None:
+    [outcome] = run_on_ranks(interrupted_once, 1, tmp_path)
+    assert outcome == (["A2A_IN"], ["A2A_IN", "A2A_IN", "EXPERT", "A2A_OUT"])
+
+
+def interrupted_twice(rank: int, world_size: int, first: str) -> tuple[list[str], list[str]]:
+    """What of a link that is stuck had ended when the run was over, and what has after another run."""
+    raised, lanes, ended = raise_at(signal.SIGINT), ThreadLanes(), []
+    schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, ()), ("A2A_OUT", INTER, ()))
+    computing, computed, is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def stuck(task: Task) -> None:
+        (computing if first == "while it computes" else computed).wait(LIMIT_S)
+        for count in (1, 2):
+            interrupt(raised, count)
+        is_out.wait(LIMIT_S)
+        ended.append("stuck")
+
+    def compute(task: Task) -> None:
+        computing.set()
+        if first == "while it computes":
+            until(lambda: False)
+        computed.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(schedule, {"A2A_IN": stuck, "EXPERT": compute, "A2A_OUT": stuck})
+    then = list(ended)
     is_out.set()
-lanes.run(schedule, dict.fromkeys(("A2A_IN", "EXPERT", "A2A_OUT"), lambda task: ended.append(task.kind)))
-print([kind for kind in ended if kind != "EXPERT"])
-"""
+    lanes.run(schedule, dict.fromkeys(KINDS, lambda task: ended.append(task.kind)))
+    return then, [kind for kind in ended if kind != "EXPERT"]
 
 
 @pytest.mark.parametrize("first", ["while it computes", "while it waits"])
-def test_a_second_ctrl_c_does_not_wait_for_a_link_that_is_stuck(first: str) -> None:
-    lines = python(INTERRUPTED_TWICE, first).splitlines()
-    assert lines == ["interrupted []", "['stuck', 'A2A_IN', 'A2A_OUT']"]
+def test_a_second_ctrl_c_does_not_wait_for_a_link_that_is_stuck(first: str, tmp_path: Path) -> None:
+    [outcome] = run_on_ranks(interrupted_twice, 1, tmp_path, first)
+    assert outcome == ([], ["stuck", "A2A_IN", "A2A_OUT"])
 
 
-INTERRUPTED_ANYWHERE = """
-import random, signal
-from tests.lane_cases import Arithmetic, ThreadLanes, random_schedule, serial_outcome
-def interrupt(*_):
-    raise KeyboardInterrupt
-signal.signal(signal.SIGALRM, interrupt)
-rng, lanes, count = random.Random(1), ThreadLanes(), 0
-cases = [(random_schedule(seed), serial_outcome(random_schedule(seed))) for seed in range(10)]
-while count < 100:
-    schedule, expected = cases[rng.randrange(10)]
-    case = Arithmetic(schedule)
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
-            lanes.run(schedule, case.bodies)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        count += 1
-    case = Arithmetic(schedule)
-    lanes.run(schedule, case.bodies)
-    assert case.outcome() == expected
-print(count)
-"""
+def interrupted_anywhere(rank: int, world_size: int) -> int:
+    """How many runs were interrupted; after each the lanes compute what they should."""
+    rng, lanes, raised = random.Random(1), ThreadLanes(), raise_at(signal.SIGALRM)
+    cases = [(random_schedule(seed), serial_outcome(random_schedule(seed))) for seed in range(10)]
+    while len(raised) < 100:
+        schedule, expected = cases[rng.randrange(10)]
+        case = Arithmetic(schedule)
+        with suppress(KeyboardInterrupt):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
+                lanes.run(schedule, case.bodies)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        case = Arithmetic(schedule)
+        lanes.run(schedule, case.bodies)
+        assert case.outcome() == expected
+    return len(raised)
 
 
-def test_ctrl_c_at_any_moment_leaves_the_lanes_usable() -> None:
-    assert python(INTERRUPTED_ANYWHERE) == "100\n"
+def test_ctrl_c_at_any_moment_leaves_the_lanes_usable(tmp_path: Path) -> None:
+    assert run_on_ranks(interrupted_anywhere, 1, tmp_path) == [100]

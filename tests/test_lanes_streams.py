@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes: streams.
+"""Lanes on streams: what waits for what, how far the device is behind the host, and graphs that are captured.
 
 The claims about streams are tested twice: on a GPU where there is one, and here on a device that is a few lines of
 Python, which knows of every operation what it was ordered after.
@@ -7,11 +7,16 @@ Python, which knows of every operation what it was ordered after.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import threading
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from ds_fsmoe.execution import device_tables as captures
 from ds_fsmoe.execution.lanes import dependencies_of, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.observing.spans import Recorder
@@ -27,14 +32,18 @@ from tests.lane_cases import (
     BodyError,
     Log,
     assert_spans_fit,
+    in_time,
     pause,
     random_schedule,
     schedule_of,
     serial_outcome,
 )
 from tests.pretended_device import Device, pretended, run_pretended
+from tests.watchdog_cases import LOOKS_FOR_A_HANG, Hangs, file, lane_rows, nobody_looks_after_sigterm
 
-FIXTURES = (pretended,)  # which pytest finds by their names here
+FIXTURES = (pretended, file, nobody_looks_after_sigterm)  # which pytest finds by their names here
+ONE_OF_EACH = schedule_of(("A2A_IN", INTER, ()), ("GATHER", INTRA, (0,)), ("EXPERT", COMPUTE, (1,)))
+GLOBAL, RELAXED = 0, 2
 
 
 # ---- streams, on a device that keeps account
@@ -45,7 +54,7 @@ def test_streams_wait_for_all_that_is_needed(pretended: tuple[StreamLanes, Devic
     compute, *links = device.streams
     assert [link.priority for link in links] == [-1, -1]
     stream_of = dict(zip(Lane, (compute, *links), strict=True))
-    for seed in range(200):
+    for seed in range(80):
         schedule = random_schedule(seed, num_tasks=seed % 40)
         compute.do(f"before {seed}")
         issued = run_pretended(pretended, schedule, f"run {seed}")
@@ -165,14 +174,6 @@ def test_after_an_error_the_compute_stream_waits_for_what_was_issued(
     assert {("again", index) for index in range(6)} <= device.streams[0].seen
 
 
-def test_a_run_inside_a_body_is_refused_on_streams(pretended: tuple[StreamLanes, Device]) -> None:
-    lanes, _ = pretended
-    schedule = schedule_of(("EXPERT", COMPUTE, ()))
-    with pytest.raises(RuntimeError, match="StreamLanes are running already"):
-        lanes.run(schedule, {"EXPERT": lambda task: lanes.run(schedule, {"EXPERT": lambda task: None})})
-    assert len(run_pretended(pretended, schedule)) == 1
-
-
 def test_progress_on_streams_is_what_was_issued_and_what_the_device_has_done(
     pretended: tuple[StreamLanes, Device],
 ) -> None:
@@ -208,6 +209,278 @@ def test_spans_on_streams_are_the_lanes_own_times(pretended: tuple[StreamLanes, 
         # Every operation takes one unit of time there.
         took_ms = [span.end_ms - span.start_ms for span in recorder.timeline(schedule).spans]
         assert took_ms == [float(task.kind != HOLD) for task in schedule.tasks]
+
+
+# ---- the host runs ahead: a run is over when it has been issued
+
+
+def test_streams_are_behind_until_the_device_has_reached_the_end_of_the_last_run(
+    pretended: tuple[StreamLanes, Device],
+) -> None:
+    lanes, device = pretended
+    device.now = -1
+    assert not lanes.is_behind()
+    for seed in range(1, 50):
+        run_pretended(pretended, random_schedule(seed), f"run {seed}")
+        end = device.streams[0].time
+        # All that the links were given is done by then, too.
+        assert end == max(stream.time for stream in device.streams)
+        device.now = end - 1
+        assert lanes.is_behind()
+        device.now = end
+        assert not lanes.is_behind()
+    # What the caller computes after the run is no matter of the lanes.
+    device.current.do("the rest of the model")
+    assert not lanes.is_behind()
+    # A thread that asks is not to make a context on another device.
+    assert set(device.selected) == {torch.device("cuda", 0)}
+
+
+def test_the_end_is_that_of_the_stream_that_computes(pretended: tuple[StreamLanes, Device]) -> None:
+    lanes, device = pretended
+    side = device.Stream(device)
+    with device.stream(side):
+        run_pretended(pretended, ONE_OF_EACH)
+    device.now = side.time - 1
+    assert lanes.is_behind()
+    device.now = side.time
+    assert not lanes.is_behind()
+
+
+def test_while_the_host_runs_something_between_two_parts_of_a_run_rows_that_have_not_come_are_seen(
+    pretended: tuple[StreamLanes, Device],
+) -> None:
+    lanes, device = pretended
+    run_pretended(pretended, ONE_OF_EACH, "the run before")
+    device.now = device.streams[0].time
+    assert not lanes.is_behind()
+    run = lanes.begin(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), lambda task: device.current.do(task)))
+    run.go(2, joins=True)
+    # The experts' module runs now and may wait for its rows: a watchdog asks whether there is anything to wait for.
+    assert lanes.is_behind()
+    device.now = device.streams[0].time
+    assert not lanes.is_behind()
+    run.finish()
+    assert lanes.is_behind()
+
+
+def test_the_end_of_a_run_costs_the_host_one_record(
+    pretended: tuple[StreamLanes, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, device = pretended
+    num_records, record = 0, device.Event.record
+
+    def count(event: Device.Event, stream: Device.Stream | None = None) -> None:
+        nonlocal num_records
+        num_records += 1
+        record(event, stream)
+
+    monkeypatch.setattr(Device.Event, "record", count)
+    for num_runs in range(1, 300):
+        run_pretended(pretended, schedule_of(("EXPERT", COMPUTE, ())))
+        assert num_records == num_runs
+    assert device.num_events <= 256
+
+
+def test_after_an_error_streams_are_behind_until_what_was_issued_is_done(
+    pretended: tuple[StreamLanes, Device],
+) -> None:
+    lanes, device = pretended
+    device.now = 0
+
+    def body(task: Task) -> None:
+        if task.lane is COMPUTE:
+            raise BodyError
+        device.current.do(task.name)
+
+    with pytest.raises(BodyError):
+        lanes.run(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), body))
+    assert device.streams[0].time == 2
+    device.now = 1
+    assert lanes.is_behind()
+    device.now = 2
+    assert not lanes.is_behind()
+
+
+def test_a_device_that_has_failed_is_not_behind(
+    pretended: tuple[StreamLanes, Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no hang: the error comes out where the device is used next."""
+    lanes, device = pretended
+    device.now = -1
+    run_pretended(pretended, ONE_OF_EACH)
+    assert lanes.is_behind()
+
+    def fail(event: Device.Event) -> NoReturn:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(Device.Event, "query", fail)
+    assert not lanes.is_behind()
+
+
+def test_a_device_that_stands_still_after_the_run_is_a_hang_and_one_that_goes_on_is_none(
+    pretended: tuple[StreamLanes, Device], file: Path
+) -> None:
+    lanes, device = pretended
+    device.now = 0
+    with Hangs(lanes, file) as hangs:
+        run_pretended(pretended, ONE_OF_EACH, "L00/forward")
+        for now in range(device.streams[0].time):
+            device.now = now
+            # Longer than the timeout in all, and the host in no run.
+            hangs.look(LOOKS_FOR_A_HANG // 2)
+        assert hangs.files == []
+        hangs.hang()
+        assert "run:    issued, not done" in file.read_text()
+        assert lane_rows(file.read_text())["intra"] == ["L00/forward/L00/GATHER/chunk1"] * 2
+        device.now = device.streams[0].time
+        hangs.look(1)
+    # Once all is done, an idle host is no hang.
+    with Hangs(lanes, file.with_name("later.txt")) as hangs:
+        run_pretended(pretended, ONE_OF_EACH, "L00/forward")
+        device.now = device.streams[0].time
+        hangs.look(3 * LOOKS_FOR_A_HANG)
+        assert hangs.files == []
+
+
+# ---- a watchdog asks no event while a graph is captured, and never one that belongs to a graph
+
+
+class Driver:
+    """Stands for CUDA's: each thread has a mode, and asking for events in the usual one ends captures."""
+
+    def __init__(self) -> None:
+        self.modes: dict[int, int] = {}
+        self.queries: list[tuple[Device.Event, bool, int]] = []
+        """Event, whether something is captured, mode of the thread that asks."""
+
+    def exchange(self, mode: Any) -> int:
+        thread, asked = threading.get_ident(), mode._obj
+        before = self.modes.get(thread, GLOBAL)
+        self.modes[thread], asked.value = asked.value, before
+        return 0
+
+
+@pytest.fixture
+def driver(pretended: tuple[StreamLanes, Device], monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """The driver of the pretended device."""
+    _, device = pretended
+    made, query = Driver(), Device.Event.query
+
+    def noted(event: Device.Event) -> bool:
+        made.queries.append((event, device.is_capturing, made.modes.get(threading.get_ident(), GLOBAL)))
+        return query(event)
+
+    monkeypatch.setattr(Device.Event, "query", noted)
+    monkeypatch.setattr(captures, "_exchange_capture_mode", lambda: made.exchange)
+    return made
+
+
+def in_a_thread(ask: Any) -> Any:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+def test_no_event_is_asked_between_a_run_that_is_captured_and_the_next_that_is_not(
+    pretended: tuple[StreamLanes, Device], driver: Driver
+) -> None:
+    lanes, device = pretended
+    device.now = -1
+    run_pretended(pretended, ONE_OF_EACH, "warm up")
+    assert in_a_thread(lanes.is_behind)
+    driver.queries.clear()
+    device.is_capturing = True
+    for number in range(3):
+        run_pretended(pretended, random_schedule(number), f"captured {number}")
+        assert not in_a_thread(lanes.is_behind)
+        assert all(finished == "" for _, finished in in_a_thread(lanes.progress).values())
+    device.is_capturing = False
+    assert not in_a_thread(lanes.is_behind)
+    assert driver.queries == []
+    run_pretended(pretended, ONE_OF_EACH, "after")
+    device.now = device.streams[0].time
+    assert not in_a_thread(lanes.is_behind)
+    assert in_a_thread(lanes.progress)[Lane.INTER][1].startswith("after/")
+    assert driver.queries
+    assert not any(event.is_captured for event, _, _ in driver.queries)
+
+
+def test_a_body_that_is_running_in_a_capture_is_not_asked_about(
+    pretended: tuple[StreamLanes, Device], driver: Driver
+) -> None:
+    lanes, device = pretended
+    run_pretended(pretended, ONE_OF_EACH, "warm up")
+    device.is_capturing = True
+
+    def ask(task: Task) -> None:
+        assert not in_a_thread(lanes.is_behind)
+        in_a_thread(lanes.progress)
+
+    lanes.run(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), ask))
+    assert driver.queries == []
+
+
+def test_a_capture_that_fails_leaves_no_event_to_be_asked(
+    pretended: tuple[StreamLanes, Device], driver: Driver
+) -> None:
+    lanes, device = pretended
+    device.is_capturing = True
+
+    def fail(task: Task) -> None:
+        raise BodyError
+
+    with pytest.raises(BodyError):
+        lanes.run(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), fail))
+    device.is_capturing = False
+    assert not in_a_thread(lanes.is_behind)
+    assert driver.queries == []
+
+
+def test_a_capture_of_which_the_lanes_know_nothing_is_not_ended_by_a_question(
+    pretended: tuple[StreamLanes, Device], driver: Driver
+) -> None:
+    lanes, device = pretended
+    device.now = -1
+    run_pretended(pretended, ONE_OF_EACH, "before")
+    device.is_capturing = True  # by somebody else, of something else
+
+    def ask() -> int:
+        lanes.is_behind(), lanes.progress()
+        return driver.modes[threading.get_ident()]
+
+    assert in_a_thread(ask) == GLOBAL  # as it was
+    assert driver.queries
+    assert {mode for _, _, mode in driver.queries} == {RELAXED}
+    assert not any(event.is_captured for event, _, _ in driver.queries)
+
+
+def test_a_watchdog_takes_a_long_capture_for_no_hang(
+    pretended: tuple[StreamLanes, Device], driver: Driver, file: Path
+) -> None:
+    lanes, device = pretended
+    device.now = -1
+    with Hangs(lanes, file) as hangs:
+        device.is_capturing = True
+        run_pretended(pretended, ONE_OF_EACH, "captured")
+        hangs.look(3 * LOOKS_FOR_A_HANG)
+        assert hangs.files == []
+    assert driver.queries == []
+
+
+def test_where_there_is_no_driver_events_are_asked_as_ever(
+    pretended: tuple[StreamLanes, Device], driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lanes, device = pretended
+    monkeypatch.setattr(captures, "_exchange_capture_mode", lambda: None)
+    device.now = -1
+    run_pretended(pretended, ONE_OF_EACH)
+    assert in_a_thread(lanes.is_behind)
+    monkeypatch.setattr(captures, "_exchange_capture_mode", lambda: lambda mode: 999)  # not initialised, say
+    assert in_a_thread(lanes.is_behind)
+    assert driver.modes == {}
 
 
 # ---- streams, on a GPU
@@ -254,3 +527,38 @@ def test_streams_wait_for_the_callers_stream_and_it_waits_for_them() -> None:
 
             lanes.run(schedule, {"A2A_IN": double})
             assert x.add(1).tolist() == [7.0] * 1009
+
+
+@NEEDS_GPU
+def test_on_a_gpu_streams_are_behind_while_it_works() -> None:
+    lanes, device = make_lanes(torch.device("cuda")), torch.device("cuda")
+    assert isinstance(lanes, StreamLanes)
+    lanes.run(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), lambda task: pause(1, device)))
+    torch.cuda.synchronize()
+    assert not lanes.is_behind()
+    lanes.run(ONE_OF_EACH, dict.fromkeys(("A2A_IN", "GATHER", "EXPERT"), lambda task: pause(100, device)))
+    answers: list[bool] = []
+
+    def ask() -> None:
+        thread = threading.Thread(target=lambda: answers.append(lanes.is_behind()))
+        thread.start()
+        thread.join()
+
+    in_time(ask)
+    torch.cuda.synchronize()
+    in_time(ask)
+    assert answers == [True, False]
+
+
+@NEEDS_GPU
+def test_on_a_gpu_the_driver_knows_the_mode_and_gives_it_back() -> None:
+    torch.zeros(1, device="cuda")
+    exchange = captures._exchange_capture_mode()
+    assert exchange is not None
+    with captures.allow_queries_in_captures():
+        mode = ctypes.c_int(RELAXED)
+        assert exchange(ctypes.byref(mode)) == 0
+        assert mode.value == RELAXED
+    mode = ctypes.c_int(GLOBAL)
+    assert exchange(ctypes.byref(mode)) == 0
+    assert mode.value == GLOBAL

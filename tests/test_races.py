@@ -11,38 +11,42 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from ds_fsmoe.execution import lanes
 from ds_fsmoe.execution.lanes import Dependencies, Step
 from ds_fsmoe.execution.phase import PhaseRun
-from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.execution.stream_lanes import StreamLanes
+from ds_fsmoe.planning.block import ORDERS
+from ds_fsmoe.registry import known, lookup
 from tests import race_cases
 from tests.covering import covering
-from tests.pretended_gpu import Gpu
+from tests.pretended_gpu import Gpu, pretending
 from tests.race_cases import Case, Layout, assert_kept, differences, watched
-from tests.samples import sampled
+from tests.samples import draw, sampled
 from tests.test_pipeline import DROP, NO_DROP
 
+NOT_PRETENDED = ("1dh", "node_deduplicated")
+"""Their messages have the sizes of other ranks, and the pretended ones give what this one gives; see :data:`ONCE`."""
 LAYOUTS = (
     Layout(1, 1),
     Layout(2, 2),
     Layout(2, 1, 2),
     Layout(4, 2, 2),
     Layout(4, 2, 2, ranks_per_node=2),
-    Layout(4, 4, ranks_per_node=2),
-    Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
+    *(Layout(4, 4, ranks_per_node=2, alltoall=name) for name in known("alltoall") if name not in NOT_PRETENDED),
 )
 ONCE = Layout(4, 4, ranks_per_node=2, alltoall="node_deduplicated")
-# Whoever has a token for every expert sends every rank the same, as the pretended collectives have it.
-ALL = replace(NO_DROP, k=4)
+"""It takes rows alone, and :data:`EVERY`."""
+EVERY = replace(NO_DROP, k=4)
+"""Whoever has a token for every expert sends every rank the same, as the pretended collectives have it."""
 AXES = (
     LAYOUTS,
     (1, 2, 3, 4),
     (1, 2, 3, 5),
-    ("gpt", "mixtral", "module"),
+    (*known("expert"), "module"),
     (DROP, NO_DROP),
-    ("shared", "paper", "reduce_first"),
+    ORDERS,
     (False, True),
     ("", "reentrant", "saved"),
     ("", "rounding", "copying"),
@@ -51,52 +55,45 @@ AXES = (
 )
 
 
-def can_be_run(layout: Layout, forward: int, backward: int, expert: str, *_: Any) -> bool:
-    return layout.esp == 1 or expert != "module"
+def can_be_run(layout: Layout, forward: int, backward: int, expert: str, *others: Any) -> bool:
+    """Only experts of our own are cut, and not every all-to-all takes rows."""
+    *_, in_rows = others
+    takes_rows = lookup("alltoall", layout.alltoall)().takes_rows if in_rows else True
+    return takes_rows and (layout.esp == 1 or expert != "module")
 
 
-CASES = [Case(*values) for values in covering(*AXES, allowed=can_be_run)]
-CASES += [
-    Case(Layout(2, 2), 1, 1, whole=True),
-    Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 1, 1, "mixtral", whole=True, hooks="copying"),
-    Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, "reduce_first", whole=True, recompute=True, checkpointing="saved"),
-    Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, whole=True, in_rows=True),
-    Case(ONCE, 2, 3, "mixtral", ALL, "reduce_first", in_rows=True),
-    Case(ONCE, 3, 3, "gpt", ALL, recompute=True, hooks="copying", in_rows=True),
-    Case(ONCE, 4, 2, "module", ALL, checkpointing="saved", in_rows=True),
-    Case(ONCE, 1, 1, "gpt", ALL, whole=True, in_rows=True),
-]
+TWO_LINKS = Layout(4, 2, 2, ranks_per_node=2)
+IN_LEGS = replace(ONCE, alltoall="2dh")
 IN_TURNS = [
-    Case(ONCE, 2, 3, "mixtral", ALL, "reduce_first", in_rows=True, halves="turns"),
-    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 3, "gpt", DROP, "reduce_first", halves="turns"),
-    Case(
-        Layout(4, 4, ranks_per_node=2, alltoall="2dh"),
-        3,
-        2,
-        "mixtral",
-        NO_DROP,
-        in_rows=True,
-        halves="turns",
-    ),
+    Case(ONCE, 2, 3, "mixtral", EVERY, "reduce_first", in_rows=True, halves="turns"),
+    Case(ONCE, 3, 2, "gpt", EVERY, "reduce_first", recompute=True, in_rows=True, halves="again"),
+    Case(TWO_LINKS, 2, 3, "gpt", DROP, "reduce_first", halves="turns"),
+    Case(IN_LEGS, 3, 2, "mixtral", NO_DROP, in_rows=True, halves="turns"),
     Case(Layout(2, 2), 1, 1, "module", DROP, "shared", hooks="copying", halves="turns"),
-    Case(ONCE, 3, 2, "gpt", ALL, "reduce_first", recompute=True, in_rows=True, halves="again"),
-    Case(Layout(4, 2, 2, ranks_per_node=2), 2, 1, "mixtral", NO_DROP, "reduce_first", in_rows=True, halves="again"),
+    Case(TWO_LINKS, 2, 1, "mixtral", NO_DROP, "reduce_first", in_rows=True, halves="again"),
     Case(Layout(1, 1), 2, 2, "gpt", DROP, "shared", hooks="rounding", halves="again"),
 ]
-CASES += IN_TURNS
+CASES = [
+    Case(IN_LEGS, 3, 2, "gpt", DROP, "paper", recompute=True, checkpointing="saved", hooks="copying"),
+    *IN_TURNS,
+    *(Case(*values) for values in covering(*AXES, allowed=can_be_run)),
+    Case(Layout(2, 2), 1, 1, whole=True),
+    Case(IN_LEGS, 1, 1, "mixtral", whole=True, hooks="copying"),
+    Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, "reduce_first", whole=True, recompute=True, checkpointing="saved"),
+    Case(Layout(4, 2, 2), 1, 1, "gpt", NO_DROP, whole=True, in_rows=True),
+    Case(ONCE, 2, 3, "mixtral", EVERY, "reduce_first", in_rows=True),
+    Case(ONCE, 3, 3, "gpt", EVERY, recompute=True, hooks="copying", in_rows=True),
+    Case(ONCE, 4, 2, "module", EVERY, checkpointing="saved", in_rows=True),
+    Case(ONCE, 1, 1, "gpt", EVERY, whole=True, in_rows=True),
+]
 
 
-@functools.cache
-def _one_after_another(case: Case) -> list[Any]:
-    return watched(case, overlap=False)[1]
-
-
-@sampled("case", CASES, kept=[*range(0, len(CASES), 6), *(CASES.index(IN_TURNS[each]) for each in (0, 1, 4))], ids=str)
+@sampled("case", CASES, kept=[0, 1, 3], drawn=2, ids=str)
 def test_every_rule_is_kept_and_the_numbers_are_those_of_one_task_after_another(case: Case) -> None:
     """Every pair of values of two axes occurs. Receive buffers begin as NaN, so what was never written would show."""
     gpu, found = watched(case)
     assert_kept(gpu)
-    assert differences(found, _one_after_another(case)) == []
+    assert differences(found, watched(case, overlap=False)[1]) == []
 
 
 # Mutations: what is proven by the rules is proven only if they are broken by programs that are wrong.
@@ -113,7 +110,7 @@ WRONG = [
 ONE_EXPERT = Case(Layout(4, 4), 3, 3, "mixtral", NO_DROP, in_rows=True)
 
 
-@sampled("case", [*WRONG[:-1], ONE_EXPERT], kept=[0], ids=str)
+@sampled("case", [*WRONG[:-1], ONE_EXPERT], ids=str)
 def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are held back until the streams are joined. If they are not, a later chunk is received into their memory."""
     init = PhaseRun.__init__
@@ -130,7 +127,7 @@ def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, m
         assert all("/backward/" in other and "/EXPERT" in other for other in each.others)
 
 
-@sampled("case", WRONG, kept=[1], ids=str)
+@sampled("case", WRONG, ids=str)
 def test_chunks_that_nobody_holds_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     init = PhaseRun.__init__
     monkeypatch.setattr(PhaseRun, "__init__", lambda self, *args: init(self, *args[:3]))
@@ -138,8 +135,8 @@ def test_chunks_that_nobody_holds_are_reported(case: Case, monkeypatch: pytest.M
     assert "reuse" in {each.rule for each in gpu.breaches}
 
 
-@sampled(("case", "step"), [(WRONG[0], 5), *((case, 1) for case in WRONG)], kept=[0], ids=str)
-def test_each_wait_that_is_dropped_is_reported(case: Case, step: int) -> None:
+@sampled("case", WRONG, ids=str)
+def test_waits_that_are_dropped_are_reported(case: Case) -> None:
     """But for those that put in order what others put in order just as well, such as one of two joins."""
 
     def without(number: int | None) -> Gpu:
@@ -149,15 +146,15 @@ def test_each_wait_that_is_dropped_is_reported(case: Case, step: int) -> None:
 
     whole = without(None)
     # Those of the first step; the second is its like.
-    dropped = {number: without(number) for number in range(1, whole.num_waits // 2 + 1, step)}
-    missed = [number for number, gpu in dropped.items() if not gpu.breaches and gpu.order != whole.order]
+    dropped = [without(number) for number in draw(f"waits of {case}", range(1, whole.num_waits // 2 + 1), 8)]
+    missed = [gpu for gpu in dropped if not gpu.breaches and gpu.order != whole.order]
     # Rows that travel were put in order before the host waited for the counts: each forward's first wait adds nothing.
-    assert len(missed) == (race_cases.LAYERS if case.in_rows else 0)
-    assert sum(bool(gpu.breaches) for gpu in dropped.values()) > len(dropped) / 2
+    assert len(missed) <= (race_cases.LAYERS if case.in_rows else 0)
+    assert any(gpu.breaches for gpu in dropped)
 
 
-@sampled(("case", "step"), [(WRONG[0], 4), *((case, 1) for case in WRONG)], kept=[0], ids=str)
-def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@sampled("case", WRONG, ids=str)
+def test_crossings_that_are_dropped_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the backward, whose schedule has them all: there is none that the order within lanes would make up for."""
     run_of = StreamLanes._run_of
     counts = []
@@ -174,28 +171,26 @@ def test_each_crossing_that_is_dropped_is_reported(case: Case, step: int, monkey
 
     monkeypatch.setattr(StreamLanes, "_run_of", without)
     assert not watched(case)[0].breaches
-    for number in range(0, counts[0], step):
+    for number in draw(f"crossings of {case}", range(counts[0]), 6):
         monkeypatch.setattr(StreamLanes, "_run_of", functools.partialmethod(without, number=number))
         assert {"order", "reuse"} & {each.rule for each in watched(case)[0].breaches}, number
 
 
-@sampled("case", WRONG, kept=[0], ids=str)
+@sampled("case", WRONG, ids=str)
 def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it makes is made on the wrong stream, and what it needs is not waited for."""
     do = lanes.LaneWork.do
+    kinds: set[str] = set()
 
-    def kinds() -> set[str]:
-        with monkeypatch.context() as patch:
-            found = set()
-            patch.setattr(
-                lanes.LaneWork, "do", lambda self, step, mark: (found.add(step.task.kind), do(self, step, mark))
-            )
-            watched(case)
-        return found
+    def noted(self: lanes.LaneWork, step: Step, mark: lanes.Mark) -> None:
+        kinds.add(step.task.kind)
+        do(self, step, mark)
 
-    for kind in sorted(kinds()):
+    monkeypatch.setattr(lanes.LaneWork, "do", noted)
+    watched(case)
+    for kind in draw(f"kinds of {case}", sorted(kinds), 3):
         gpu = Gpu()
         own = gpu.make_stream()
 
@@ -207,7 +202,6 @@ def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
 
         monkeypatch.setattr(lanes.LaneWork, "do", misplaced)
         watched(case, gpu)
-        monkeypatch.setattr(lanes.LaneWork, "do", do)
         assert {"order", "reuse"} & {each.rule for each in gpu.breaches}, kind
 
 
@@ -221,20 +215,6 @@ def test_a_host_that_waits_between_tasks_is_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PhaseRun, "_dispatch", looks)
     gpu, _ = watched(Case())
     assert {each.rule for each in gpu.breaches} == {"wait"}
-
-
-def test_the_pipeline_that_is_watched_is_on_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = set()
-    run = LayerPipeline.run
-
-    def noted(self: LayerPipeline, *args: Any, **options: Any) -> Any:
-        kinds.add(type(self.lanes))
-        return run(self, *args, **options)
-
-    monkeypatch.setattr(LayerPipeline, "run", noted)
-    gpu, _ = watched(replace(Case(), forward=3))
-    assert kinds == {StreamLanes}
-    assert len({use.operation.stream for block in gpu.blocks.values() for use in block.uses}) in (0, 2, 3)
 
 
 def test_the_host_waits_once_per_layer_on_rows_and_not_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,3 +237,51 @@ def test_the_host_waits_once_per_layer_on_rows_and_not_in_the_backward(monkeypat
 
     # In the first step, tables are copied to the device, which are kept.
     assert waits(3) - waits(2) == race_cases.LAYERS
+
+
+# ---- bytes of one storage
+
+
+def breaches(first: slice, second: slice, reads: bool = False, waits: bool = False) -> list[str]:
+    """The rules that are broken where a stream writes elements and another one writes or reads elements."""
+    with pretending(Gpu()) as gpu:
+        memory = torch.zeros(4, 4, device="cuda")
+        side = gpu.make_stream()
+        side.wait_stream(gpu.current)
+        with gpu.on(side):
+            memory.view(-1)[first].fill_(1.0)
+        if waits:
+            gpu.current.wait_stream(side)
+        if reads:
+            memory.view(-1)[second].sum()
+        else:
+            memory.view(-1)[second].fill_(2.0)
+    return [each.rule for each in gpu.breaches]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_two_streams_may_use_different_elements_of_one_storage(reads: bool) -> None:
+    assert breaches(slice(0, 8), slice(8, 16), reads) == []
+    assert breaches(slice(8, 16), slice(0, 8), reads) == []
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_race_on_elements_that_both_have_is_reported(reads: bool) -> None:
+    assert breaches(slice(0, 9), slice(8, 16), reads) == ["order"]
+    assert breaches(slice(8, 16), slice(0, 16), reads) == ["order"]
+    assert breaches(slice(4, 5), slice(0, 16), reads) == ["order"]
+    # Of a tensor with gaps the first and the last element count, and what is between.
+    assert breaches(slice(0, 16, 5), slice(8, 9), reads) == ["order"]
+    assert breaches(slice(0, 9), slice(8, 16), reads, waits=True) == []
+
+
+def test_an_earlier_write_of_other_elements_is_not_forgotten() -> None:
+    with pretending(Gpu()) as gpu:
+        memory = torch.zeros(16, device="cuda")
+        side = gpu.make_stream()
+        side.wait_stream(gpu.current)
+        with gpu.on(side):
+            memory[:8].fill_(1.0)
+            memory[8:].fill_(1.0)
+        memory[:4].sum()
+    assert [each.rule for each in gpu.breaches] == ["order"]

@@ -10,23 +10,20 @@ import gc
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import pytest
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ds_fsmoe.planning.decide.presets import PRESETS
 from tests import gradient_cases
+from tests.engine_jobs import GPT, RUNS, TWO_NODES
 from tests.gradient_cases import LOOPS, Run, training
 from tests.pretended_gpu import Gpu, pretending
-from tests.race_cases import world_of
+from tests.race_cases import counts_come_back, world_of
 from tests.ranks import run_on_ranks
-from tests.test_gradients_against_stock import BY_RULE, STAGES, whole_list
-
-GPT = frozenset({"gpt"})
-TWO_NODES = (("topology.ranks_per_node", 2),)
+from tests.samples import sampled
+from tests.test_gradients_against_stock import BY_RULE, whole_list
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ def on_the_device(run: Run, ranks: int, overlap: bool = True) -> Found:
     # Engines of earlier runs wait for the device when they are collected, wherever this one is then.
     gc.collect()
     gc.disable()
-    with world_of(ranks, rank=0), accelerated(), pretending(gpu):
+    with world_of(ranks, rank=0), counts_come_back(), accelerated(), pretending(gpu):
         gradient_cases.batch = lambda step, rank: tuple(each.cuda() for each in made(step, rank))
         try:
             with training(run, 0) as script:
@@ -92,71 +89,57 @@ def _give_back() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
 
 
-def layouts() -> list[tuple[int, Run]]:
-    """(ranks, run): shards, two-step all-to-alls, hooks, recomputing, one rank."""
-    some = [
-        (4, Run(0, mode="fixed_chunk", features=GPT, block=(*degrees(2, 3), ("esp_size", 2), *TWO_NODES))),
-        (4, Run(2, ep_size=4, mode="fixed_chunk", block=(*degrees(3, 2), ("alltoall", "2dh"), *TWO_NODES))),
-        (2, Run(1, mode="dense_only", block=(*degrees(2, 2), ("hooks", ("ds_fsmoe.BFloat16Communication",))))),
-        (4, Run(1, features=GPT, block=(*degrees(2, 4), ("recompute", True)), checkpointing="saved")),
-        (1, Run(0, ep_size=1, block=degrees(2, 2))),
-        (2, Run(1, mode="fixed_chunk", block=degrees(2, 2))),
-    ]
-    for schedule in PRESETS:
-        block = () if schedule == "deepspeed" else degrees(2, 2)
-        of_schedule = (("schedule", schedule), *block, *TWO_NODES)
-        some += [(4, Run(stage, features=GPT, block=(*of_schedule, ("esp_size", 2)))) for stage in STAGES]
-    return some
-
-
-def parts() -> list[tuple[int, Run]]:
-    """Every gate and order by name."""
-    gates: list[dict[str, Any]] = [
-        {"type": name} for name in ("gshard", "switch", "mixtral", "qwen", "sigmoid", "xmoe")
-    ]
-    gates += [{"type": "deepseek", "num_groups": 2, "kept_groups": 1}, {"type": "softmoe", "causal": False}]
-    gates += [{"type": "expert_choice", "k": 2, "capacity_factor": 1.1, "causal": False}]
-    runs = [Run(n % 3, mode="dense_only", block=(*degrees(2, 2), ("gate", gate))) for n, gate in enumerate(gates)]
-    return [(2, run) for run in (*runs, Run(1, block=(*degrees(3, 2), ("order", "einsum"))))]
-
-
-def of_training() -> list[tuple[int, Run]]:
-    """The runs that gradients are compared with stock by, at degrees that cut. Not with sparse gradients: the memory
-    of a sparse tensor's parts is not followed."""
-    runs = [each for each in whole_list() if "sparse" not in each.features]
-    return [(2 + 2 * (n % 2), replace(run, block=degrees(2, 2 + n % 3))) for n, run in enumerate(runs)]
+KEPT = [
+    (4, Run(0, mode="fixed_chunk", features=GPT, block=(*degrees(2, 3), ("esp_size", 2), *TWO_NODES), steps=3)),
+    *((2, Run(stage, mode="dense_only", block=degrees(2, 2), steps=3)) for stage in (1, 2)),
+]
+OF_TRAINING = [each for each in whole_list() if "sparse" not in each.features]
+"""Those that gradients are compared with stock by. The memory of a sparse tensor's parts is not followed."""
+ALL = [
+    (1, Run(0, ep_size=1, block=degrees(2, 2))),
+    *((4, replace(run, steps=3)) for run in RUNS),
+    *((2 + 2 * (n % 2), replace(run, block=degrees(2, 2 + n % 3))) for n, run in enumerate(OF_TRAINING)),
+]
 
 
 def test_engines_keep_every_rule(tmp_path: Path) -> None:
-    (wrong,) = run_on_ranks(problems, 1, tmp_path, layouts()[:2])
+    (wrong,) = run_on_ranks(problems, 1, tmp_path, KEPT)
     assert not wrong, "\n".join(wrong)
 
 
-def test_gradients_beside_dense_parts_keep_every_rule_at_both_stages(tmp_path: Path) -> None:
-    runs = [(2, Run(stage, mode="dense_only", steps=3, block=degrees(2, 2))) for stage in (1, 2)]
-    (wrong,) = run_on_ranks(problems, 1, tmp_path, runs)
+@sampled(("ranks", "run"), ALL, drawn=1, ids=lambda each: getattr(each, "name", str(each)))
+def test_engines_of_every_part_and_way_to_train_keep_every_rule(ranks: int, run: Run, tmp_path: Path) -> None:
+    (wrong,) = run_on_ranks(problems, 1, tmp_path, [(ranks, run)])
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_engines_keep_every_rule_in_all_runs(part: int, tmp_path: Path) -> None:
-    (wrong,) = run_on_ranks(problems, 1, tmp_path, [*layouts(), *parts(), *of_training()][part::4], limit_s=1200)
-    assert not wrong, "\n".join(wrong)
+# Mutations: what is proven by the rules is proven only if they are broken by programs that are wrong.
 
 
-def without_setting_the_device(_: int, __: int) -> tuple[str, ...]:
-    """Breaches of an engine that leaves it to DeepSpeed, which does so once layers have been replaced."""
+def breaches_of_wrong_engines(_: int, __: int) -> tuple[list[str], list[str]]:
+    """Of one that leaves it to DeepSpeed to set the device, which does so once layers have been replaced; and of one
+    whose gradients are sent beside it before they are there."""
     from ds_fsmoe.engine.engine import FSMoEEngine
+    from ds_fsmoe.gradients.background_lane import BackgroundStreams
+
+    def give(self: BackgroundStreams, between: bool, step: object, after: object) -> object:
+        with torch.cuda.stream(self._streams[between]), torch.no_grad():
+            step()
+            return self._now()
 
     dist.destroy_process_group()
+    found, right = [], FSMoEEngine._configure_with_arguments
     FSMoEEngine._configure_with_arguments = DeepSpeedEngine._configure_with_arguments
-    found = on_the_device(Run(0, steps=1), 2)
+    found.append(list(on_the_device(Run(0, steps=1), 2).breaches))
+    FSMoEEngine._configure_with_arguments, BackgroundStreams._give = right, give
+    found.append(list(on_the_device(Run(1, mode="dense_only", steps=2, block=degrees(2, 2)), 2).breaches))
     _give_back()
-    return found.breaches
+    return found[0], found[1]
 
 
-def test_an_engine_that_touches_the_device_before_it_is_set_is_reported(tmp_path: Path) -> None:
+def test_an_engine_on_no_device_and_gradients_that_are_sent_before_they_are_there_are_reported(tmp_path: Path) -> None:
     """The device of a rank is 1, and 0 is current until somebody says otherwise."""
-    (breaches,) = run_on_ranks(without_setting_the_device, 1, tmp_path)
-    assert any("device 0 of a rank whose device is 1" in each for each in breaches)
+    ((of_device, of_gradients),) = run_on_ranks(breaches_of_wrong_engines, 1, tmp_path)
+    assert any("device 0 of a rank whose device is 1" in each for each in of_device)
+    assert any("[order]" in each for each in of_gradients)
+    assert not any("of a rank whose device" in each for each in of_gradients)

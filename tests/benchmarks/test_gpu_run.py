@@ -18,7 +18,7 @@ LONG_S, SHORT_S = 500.0, 6.0
 
 
 def stage(name: str, group: int = 0, limit_s: float = LONG_S) -> Stage:
-    return Stage(name, group, limit_s, "pretended", module="tests.pretended_stages")
+    return Stage(name, group, limit_s, "pretended", module="tests.benchmarks.pretended_stages")
 
 
 def run(folder: Path, *stages: Stage, device_type: str = "cpu") -> tuple[dict[str, Job], dict[str, Any], str]:
