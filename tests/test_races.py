@@ -22,7 +22,7 @@ from tests.covering import covering
 from tests.pretended_gpu import Gpu
 from tests.race_cases import Case, Layout, assert_kept, differences, watched
 from tests.samples import sampled
-from tests.test_pipeline import DROP, NO_DROP
+from tests.test_layer_against_loop import DROP, NO_DROP
 
 LAYOUTS = (
     Layout(1, 1),

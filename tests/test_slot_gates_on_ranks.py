@@ -29,9 +29,7 @@ from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, capacity_of
 from tests.samples import sampled
 from tests.slot_gate_loops import expert_choice_layer, softmoe_layer
-from tests.test_layer_against_loop import Case as LoopCase
-from tests.test_layer_against_loop import M, Problem, make_problem
-from tests.test_pipeline import LAYOUTS, local_experts, worst_difference
+from tests.test_layer_against_loop import LAYOUTS, LoopCase, M, Problem, local_experts, make_problem, worst_difference
 
 NUM_EXPERTS = 4
 
