@@ -92,16 +92,46 @@ def by_autograd(
     return y_NeCM.detach(), dx_NeCM, [by_parameter.get(each) for expert in experts for each in expert.parameters()]
 
 
-def forward(call: ExpertCall, x_NeCM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return torch.cat([call.forward(a, b, x_NeCM[:, :, a:b]) for a, b in bounds(sizes)], dim=2)
+def walk(sizes: Sequence[int], order: str) -> tuple[list[tuple[int, int]], list[int]]:
+    """The cuts in this order, and where each of them, as they lie, comes in it."""
+    cuts = bounds(sizes)
+    places = list(range(len(cuts)))
+    places = {"from the first": places, "from the last": places[::-1], "from the second": places[1:] + places[:1]}[
+        order
+    ]
+    return [cuts[place] for place in places], [places.index(place) for place in range(len(cuts))]
 
 
-def backward(call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return torch.cat([call.backward(a, b, dy_NeCM[:, :, a:b]) for a, b in bounds(sizes)], dim=2)
+def forward(
+    call: ExpertCall, x_NeCM: torch.Tensor, sizes: Sequence[int], order: str = "from the first"
+) -> torch.Tensor:
+    cuts, places = walk(sizes, order)
+    results = [call.forward(a, b, x_NeCM[:, :, a:b]) for a, b in cuts]
+    return torch.cat([results[place] for place in places], dim=2)
 
 
-def backward_from_the_last(call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    return torch.cat([call.backward(a, b, dy_NeCM[:, :, a:b]) for a, b in reversed(bounds(sizes))][::-1], dim=2)
+def backward(
+    call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int], order: str = "from the first"
+) -> torch.Tensor:
+    cuts, places = walk(sizes, order)
+    results = [call.backward(a, b, dy_NeCM[:, :, a:b]) for a, b in cuts]
+    return torch.cat([results[place] for place in places], dim=2)
+
+
+def assert_as_autograd(
+    call: ExpertCall,
+    experts: Sequence[nn.Module],
+    forward_sizes: Sequence[int] = (6, 7),
+    backward_sizes: Sequence[int] = (6, 7),
+    *orders: str,
+) -> None:
+    """The call's results and gradients, cut like this, are those of the experts called on the whole capacity."""
+    x_NeCM, dy_NeCM = rows(2, len(experts), C, M), rows(2, len(experts), C, M, seed=2)
+    y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
+    forwards, backwards = orders or ("from the first", "from the first")
+    torch.testing.assert_close(forward(call, x_NeCM, forward_sizes, forwards), y_NeCM, rtol=0, atol=1e-12)
+    torch.testing.assert_close(backward(call, dy_NeCM, backward_sizes, backwards), dx_NeCM, rtol=0, atol=1e-12)
+    assert_gradients(call.gradients(), gradients, atol=1e-12)
 
 
 def is_written(layer: ExpertSet) -> bool:

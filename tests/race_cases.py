@@ -38,8 +38,8 @@ from ds_fsmoe.two_batch.run import TwoBatchRun
 from tests.layer_runs import token_path
 from tests.pretended_gpu import Gpu, pretending
 from tests.reference import LayerSettings
-from tests.test_pipeline import DROP, OF_SHARDS, local_experts, problem_of
-from tests.test_pipeline import Case as LayerCase
+from tests.test_layer_against_loop import DROP, OF_SHARDS, local_experts, problem_of
+from tests.test_layer_against_loop import Case as LayerCase
 
 LAYERS, STEPS = 2, 2
 

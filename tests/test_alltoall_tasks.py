@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,15 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe import registry
-from ds_fsmoe.components.alltoall import AllToAllBase
-from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.shards import shard_expert
-from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
+from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
+from ds_fsmoe.distributed.groups import make_groups
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
+from ds_fsmoe.execution.lanes import Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.execution.tensor_parallel import SelfSplitCollectives
 from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import CallShape, sized
@@ -46,9 +42,10 @@ from ds_fsmoe.planning.timeline import simulate
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
+from tests.test_rows import Case, named, run_layer
 from tests.waiting import pause
 
-EXPERTS_PER_RANK, CAPACITY, WIDTH, HIDDEN = 2, 11, 7, 28
+CAPACITY, WIDTH, HIDDEN = 11, 7, 28
 TASKS = (A2A_IN_NODE, A2A_IN, A2A_OUT, A2A_OUT_NODE)
 LINKS = ("shared", "paper", "reduce_first")
 
@@ -128,144 +125,6 @@ def test_two_tasks_without_legs_are_refused() -> None:
 # ---- layers
 
 
-@dataclass(frozen=True)
-class Case:
-    """How a layer is run."""
-
-    forward: int
-    backward: int
-    links: str = "paper"
-    recompute: bool = False
-    capacity: int = CAPACITY
-
-
-CASES = [
-    Case(1, 1),
-    Case(3, 2),
-    Case(2, 3, "reduce_first"),
-    Case(4, 3, "shared"),
-    Case(3, 1, recompute=True),
-    Case(5, 4, capacity=3),
-    Case(2, 2, capacity=0),
-]
-
-
-class Sum(torch.nn.Module):
-    """An expert that is the same on all ranks of its group, as one is that splits itself and sums its parts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x))
-
-
-def run_layer(
-    case: Case,
-    groups: FSMoEGroups,
-    alltoall: AllToAllBase,
-    lanes: Lanes,
-    *,
-    self_split: bool = False,
-    hook: Any = None,
-    observer: Observer | None = None,
-) -> list[torch.Tensor]:
-    """Output and gradients of one forward and backward of this rank."""
-    rank, layout = groups.rank, groups.layout
-    ep_rank, shard = groups.index_in("ep"), groups.index_in("esp")
-    experts = []
-    for number in range(EXPERTS_PER_RANK):
-        torch.manual_seed(100 * ep_rank + number)
-        expert = (Sum() if self_split else GPTFeedForward(WIDTH, HIDDEN)).double()
-        experts.append(
-            expert if self_split or layout.esp_size == 1 else shard_expert(expert, shard, layout.esp_size)[0]
-        )
-    exchange = exchange_in(groups, alltoall)
-    plans = (
-        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned),
-        PhasePlan(BlockPlan(case.backward, case.links), groups.planned, True, exchange.planned),
-    )
-    kind = SelfSplitCollectives if self_split else Collectives
-    collectives = kind(exchange.exchange, groups.ep_group, groups.esp_group, exchange.legs)
-    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
-    num_experts = EXPERTS_PER_RANK * layout.ep_size
-    generator = torch.Generator().manual_seed(rank)
-    x_RM, dy_RM = torch.randn(2, num_experts * case.capacity, WIDTH, dtype=torch.float64, generator=generator)
-    x_RM.requires_grad_()
-    y_RM = pipeline(x_RM, num_experts, case.capacity, ExpertSet(experts, keep_expert_dim=True), hook)
-    y_RM.backward(dy_RM)
-    return [y_RM.detach(), x_RM.grad, *(each.grad for expert in experts for each in expert.parameters())]
-
-
-def named(name: str) -> AllToAllBase:
-    return registry.lookup("alltoall", name)()
-
-
-OF_SAME_SUMS = tuple(each for each in registry.known("alltoall") if each not in ("flat", "node_deduplicated"))
-"""All but flat that bring each rank the rows that flat brings; node_deduplicated sums in the nodes."""
-
-# (ranks, EP, ESP, node of each rank): both links; unequal nodes; a group inside a node beside one that spans two;
-# groups of three, sharing experts across nodes too; ESP within the nodes.
-LAYOUTS = [
-    (4, 4, 1, (0, 0, 1, 1)),
-    (4, 4, 1, (0, 1, 1, 1)),
-    (4, 2, 1, (0, 0, 0, 1)),
-    (6, 6, 1, (0, 1, 1, 2, 2, 2)),
-    (6, 3, 2, (0, 0, 0, 1, 1, 1)),
-    (6, 3, 1, (0, 0, 0, 0, 1, 1)),
-    (8, 4, 2, (0, 0, 0, 0, 1, 1, 1, 1)),
-]
-
-
-def compare(rank: int, world_size: int, ep: int, esp: int, nodes: tuple[int, ...]) -> list[str]:
-    with on_nodes(*nodes):
-        groups = make_groups(ep, esp)
-    assert len(groups.planned.placements["ep"].lanes) == 2
-    lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
-    for case in CASES:
-        flat = run_layer(case, groups, named("flat"), serial)
-        assert case.capacity == 0 or flat[1].abs().max() > 1e-2
-        for name in OF_SAME_SUMS:
-            for on in (lanes, serial):
-                ours = run_layer(case, groups, named(name), on)
-                if not torch.equal(ours[0], flat[0]):
-                    found.append(f"{case}: the output of {name} on {type(on).__name__} differs")
-                # Bit for bit, too: the same rows meet in the same products.
-                differences = [
-                    (one - other).abs().max().item() for one, other in zip(ours, flat, strict=True) if one.numel()
-                ]
-                if not max(differences, default=0.0) < 1e-12:
-                    found.append(f"{case}: {name} on {type(on).__name__} differs by {max(differences):.2g}")
-    lanes.close()
-    return found
-
-
-@sampled(("world_size", "ep", "esp", "nodes"), LAYOUTS, kept=[4])
-def test_layers_have_the_numbers_of_the_flat_all_to_all(
-    world_size: int, ep: int, esp: int, nodes: tuple[int, ...], tmp_path: Path
-) -> None:
-    assert run_on_ranks(compare, world_size, tmp_path, ep, esp, nodes) == [[]] * world_size
-
-
-def self_split(rank: int, world_size: int) -> list[bool]:
-    """Tensor-parallel experts: EP groups over every second rank, two of them on each of two unequal nodes."""
-    with on_nodes(0, 0, 0, 1):
-        groups = make_groups(2, mp_size=2, tensor_parallel_experts=True)
-    assert groups.layout.ep == ((0, 2), (1, 3))
-    assert len(groups.planned.placements["ep"].lanes) == 2
-    lanes = make_lanes(torch.device("cpu"))
-    case = Case(3, 2)
-    flat, two = (run_layer(case, groups, named(name), lanes, self_split=True) for name in ("flat", "2dh"))
-    lanes.close()
-    return [torch.equal(*pair) for pair in zip(flat, two, strict=True)]
-
-
-def test_experts_that_split_themselves_have_them_too(tmp_path: Path) -> None:
-    for equal in run_on_ranks(self_split, 4, tmp_path):
-        assert equal == [True] * (2 + 2 * EXPERTS_PER_RANK)
-
-
 class Delays(Observer):
     """Sleeps a random while at the start of a task, another one on every rank."""
 
@@ -278,22 +137,23 @@ class Delays(Observer):
 
 def delayed(rank: int, world_size: int, runs: int) -> int:
     found = []
-    for ep, esp, nodes in ((4, 1, (0, 0, 1, 1)), (4, 1, (0, 1, 1, 1)), (2, 1, (0, 0, 0, 1))):
+    for ep, esp, nodes in ((4, 1, (0, 0, 1, 1)), (4, 1, (0, 1, 1, 1)), (2, 1, (0, 0, 0, 1)), (2, 2, (0, 0, 1, 1))):
         with on_nodes(*nodes):
             found.append(make_groups(ep, esp))
     lanes, serial = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False)
     delays, different = Delays(rank), 0
     for number in range(runs):
-        groups, name = found[number % 3], ("2dh", "2dh", "1dh")[number // 3 % 3]
-        case = Case(1 + number % 5, 1 + number % 4, LINKS[number % 7 % 3])
-        ours = run_layer(case, groups, named(name), lanes, observer=delays)
-        theirs = run_layer(case, groups, named("flat"), serial)
+        groups, name = found[number % 4], ("2dh", "flat", "1dh")[number % 3]
+        case = Case((1 + number % 5, 1 + number % 4), links=LINKS[number % 7 % 3])
+        in_rows = number % 2 == 1
+        ours = run_layer(case, groups, lanes, in_rows, alltoall=name, observer=delays)
+        theirs = run_layer(case, groups, serial, in_rows)
         different += not all(map(torch.equal, ours, theirs))
     lanes.close()
     return different
 
 
-@sampled("runs", [20, 60], kept=[0])
+@sampled("runs", [9, 60], kept=[0], drawn=0)
 def test_whoever_is_late_the_numbers_are_those_of_flat_one_task_after_another(runs: int, tmp_path: Path) -> None:
     assert run_on_ranks(delayed, 4, tmp_path, runs) == [0] * 4
 
@@ -301,27 +161,42 @@ def test_whoever_is_late_the_numbers_are_those_of_flat_one_task_after_another(ru
 # ---- hooks and lanes
 
 
-class Watch(Observer):
+class Watch(Observer, CallbackBase):
+    """Notes at every point of a hook which task is under way."""
+
     def __init__(self) -> None:
+        super().__init__()
         self.under_way = ""
         self.seen: list[tuple[str, str]] = []
 
     def begin(self, index: int, task: Any) -> None:
         self.under_way = task.kind
 
-    def hook(self, point: str, tensor: torch.Tensor, direction: str, chunk: int) -> torch.Tensor:
-        assert tensor.shape[0] == 4 * EXPERTS_PER_RANK
+    def note(self, point: str, args: CallbackArgs) -> torch.Tensor:
         self.seen.append((point, self.under_way))
         # What travels is half as wide then, in all steps.
-        return tensor.float() if point.startswith("before") else tensor.double()
+        return args.tensor.float() if point.startswith("before") else args.tensor.double()
+
+    def before_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor:
+        return self.note("before_dispatch_hook", args)
+
+    def after_dispatch_hook(self, args: CallbackArgs) -> torch.Tensor:
+        return self.note("after_dispatch_hook", args)
+
+    def before_combine_hook(self, args: CallbackArgs) -> torch.Tensor:
+        return self.note("before_combine_hook", args)
+
+    def after_combine_hook(self, args: CallbackArgs) -> torch.Tensor:
+        return self.note("after_combine_hook", args)
 
 
 def with_hooks(rank: int, world_size: int) -> tuple[list[tuple[str, str]], bool]:
     with on_nodes(0, 0, 1, 1):
         groups = make_groups(4)
     lanes, watch = make_lanes(torch.device("cpu"), overlap=False), Watch()
-    ours = run_layer(Case(2, 1), groups, named("2dh"), lanes, hook=watch.hook, observer=watch)
-    flat = run_layer(Case(2, 1), groups, named("flat"), lanes, hook=Watch().hook)
+    case = Case((2, 1))
+    ours = run_layer(case, groups, lanes, False, alltoall="2dh", callbacks=(watch,), observer=watch)
+    flat = run_layer(case, groups, lanes, False, callbacks=(Watch(),))
     return watch.seen, all(map(torch.equal, ours, flat))
 
 
@@ -353,7 +228,7 @@ def one_group_per_lane(rank: int, world_size: int) -> dict[str, set[str]]:
     lanes = make_lanes(torch.device("cpu"))
     dist.all_to_all_single = counted
     try:
-        run_layer(Case(3, 2), groups, named("2dh"), lanes, observer=Where())
+        run_layer(Case(), groups, lanes, False, alltoall="2dh", observer=Where())
     finally:
         dist.all_to_all_single = all_to_all
     lanes.close()
@@ -398,7 +273,7 @@ def own(rank: int, world_size: int, folder: str) -> tuple[bool, int]:
     with on_nodes(0, 0, 0, 1, 1):
         groups = make_groups(5)
     lanes = make_lanes(torch.device("cpu"))
-    ours, flat = (run_layer(Case(3, 2), groups, named(name), lanes) for name in ("last", "flat"))
+    ours, flat = (run_layer(Case(), groups, lanes, False, alltoall=name) for name in ("last", "flat"))
     lanes.close()
     return all(map(torch.equal, ours, flat)), len(exchange_in(groups, named("last")).legs)
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of the experts keeps, and the parameters it gives gradients for."""
+"""What a call of the experts keeps until its backward, and the sums of gradients that it makes."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -12,22 +13,10 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums
 from ds_fsmoe.components.expert_compute.saved import SavedTensors
-from tests.expert_cases import (
-    EVERY,
-    EVERY_WRITTEN,
-    C,
-    H,
-    M,
-    assert_gradients,
-    backward,
-    backward_from_the_last,
-    bounds,
-    by_autograd,
-    forward,
-    make_experts,
-    rows,
-)
+from tests.expert_cases import EVERY, EVERY_WRITTEN, GRAPH, WRITTEN, C, H, M, bounds, forward, make_experts, rows
+from tests.live_memory import LiveMemory
 
 
 def tensors_within(thing: object) -> dict[int, torch.Tensor]:
@@ -54,9 +43,6 @@ def tensors_within(thing: object) -> dict[int, torch.Tensor]:
     return found
 
 
-# ---- what is kept
-
-
 def bytes_kept_by_autograd(experts: Sequence[nn.Module], x_NeCM: torch.Tensor) -> int:
     kept: dict[int, int] = {}
     parameters = {each.untyped_storage().data_ptr() for expert in experts for each in expert.parameters()}
@@ -73,39 +59,37 @@ def bytes_kept_by_autograd(experts: Sequence[nn.Module], x_NeCM: torch.Tensor) -
     return sum(kept.values())
 
 
-@pytest.mark.parametrize("frozen", ["none", "up", "down", "all"])
-@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (2, 3)], ids=str)
 @EVERY_WRITTEN
-def test_no_more_is_kept_than_autograd_keeps(name: str, shape: tuple[int, int], frozen: str) -> None:
-    num_ranks, count = shape
-    experts = make_experts(name, count)
-    for expert in experts:
-        linears = [module for module in expert.modules() if isinstance(module, nn.Linear)]
-        for linear in linears:
+def test_no_more_is_kept_than_autograd_keeps(name: str) -> None:
+    for (num_ranks, count), frozen in itertools.product(((1, 3), (2, 1), (2, 3)), ("none", "up", "down", "all")):
+        experts = make_experts(name, count)
+        for linear in (module for expert in experts for module in expert.modules() if isinstance(module, nn.Linear)):
             is_up = linear.out_features == H
             linear.requires_grad_(not (frozen == "all" or frozen == ("up" if is_up else "down")))
-    theirs = bytes_kept_by_autograd(experts, rows(num_ranks, count, C, M))
-    for sizes in ([13], [5, 5, 3]):
-        call = ExpertSet(experts).call(True)
-        forward(call, x_NeCM := rows(num_ranks, count, C, M), sizes)
-        ours = sum(each.untyped_storage().nbytes() for each in tensors_within(call).values())
-        assert 0 < ours <= theirs
-        hidden = num_ranks * count * C * H * 8 * (2 if name == "mixtral" else 1)
-        assert ours == hidden + (x_NeCM.nbytes if frozen in ("none", "down") else 0)
+        theirs = bytes_kept_by_autograd(experts, rows(num_ranks, count, C, M))
+        for sizes in ([13], [5, 5, 3]):
+            call = ExpertSet(experts).call(True)
+            forward(call, x_NeCM := rows(num_ranks, count, C, M), sizes)
+            ours = sum(each.untyped_storage().nbytes() for each in tensors_within(call).values())
+            assert 0 < ours <= theirs
+            hidden = num_ranks * count * C * H * 8 * (2 if name == "mixtral" else 1)
+            assert ours == hidden + (x_NeCM.nbytes if frozen in ("none", "down") else 0)
 
 
-@EVERY
-def test_without_a_backward_nothing_is_kept(name: str) -> None:
-    call = ExpertSet(make_experts(name)).call(False)
-    x_NeCM = rows(2, 3, C, M)
-    forward(call, x_NeCM, [6, 7])
-    watched = weakref.ref(x_NeCM)
-    del x_NeCM
+def test_without_a_backward_nothing_is_kept() -> None:
+    calls, watched = [], []
+    for name in (*WRITTEN, *GRAPH):
+        call = ExpertSet(make_experts(name)).call(False)
+        x_NeCM = rows(2, 3, C, M)
+        forward(call, x_NeCM, [6, 7])
+        watched.append(weakref.ref(x_NeCM))
+        del x_NeCM
+        assert tensors_within(call) == {}, name
+        with pytest.raises(RuntimeError, match="needs_backward=False"):
+            call.backward(0, 6, rows(2, 3, 6, M))
+        calls.append(call)
     gc.collect()
-    assert watched() is None
-    assert tensors_within(call) == {}
-    with pytest.raises(RuntimeError, match="needs_backward=False"):
-        call.backward(0, 6, rows(2, 3, 6, M))
+    assert [each() for each in watched] == [None] * len(calls)
 
 
 @EVERY
@@ -171,26 +155,6 @@ def test_cuts_are_read_without_copying_where_they_can_be() -> None:
         SavedTensors().take(0, 1)
 
 
-# ---- parameters
-
-
-@EVERY
-def test_frozen_parameters_get_no_gradient_and_the_others_keep_theirs(name: str) -> None:
-    x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
-    num_parameters = len(list(make_experts(name, 1)[0].parameters()))
-    for frozen in range(num_parameters + 1):  # each alone, then all
-        experts = make_experts(name)
-        for expert in experts[:2]:
-            for position, parameter in enumerate(expert.parameters()):
-                parameter.requires_grad_(position != frozen and frozen != num_parameters)
-        y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        for walk in (backward, backward_from_the_last):
-            call = ExpertSet(experts).call(True, same_chunks=False)
-            torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
-            torch.testing.assert_close(walk(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
-            assert_gradients(call.gradients(), gradients, atol=1e-12)
-
-
 def test_the_set_lists_every_parameter_in_order_and_owns_none() -> None:
     experts = [*make_experts("gpt gelu", 2), *make_experts("identity", 1), *make_experts("bottleneck", 1)]
     experts[0].fc1.weight.requires_grad_(False)
@@ -200,22 +164,67 @@ def test_the_set_lists_every_parameter_in_order_and_owns_none() -> None:
     assert not isinstance(layer, nn.Module)
 
 
-def test_parameters_replaced_after_the_set_was_made_are_refused() -> None:
-    experts = make_experts("gpt gelu")
-    layer = ExpertSet(experts)
-    experts[1].fc1.weight = nn.Parameter(experts[1].fc1.weight.detach().clone())
-    with pytest.raises(RuntimeError, match="replaced after ExpertSet"):
-        layer.call(True)
-    with pytest.raises(ValueError, match="at least one expert"):
-        ExpertSet([])
+@pytest.mark.parametrize("order", [None, torch.tensor([4, 0, 1, 3, 2])], ids=["same chunks", "other chunks"])
+def test_what_was_kept_goes_when_the_last_chunk_that_needs_it_has_read_it(order: torch.Tensor | None) -> None:
+    saved, left = SavedTensors(order), []
+    cuts = (0, 3), (3, 5)
+    with LiveMemory() as memory:
+        for start, stop in cuts:
+            saved.put(start, stop, (torch.ones(stop - start, M), None))
+        saved.restore(iter(saved.release()))
+        for start, stop in cuts:
+            left.append(memory.live)
+            saved.take(start, stop)
+        left.append(memory.live)
+    # Chunks of other rows need those of all.
+    whole, second = 5 * M * 4, 2 * M * 4
+    assert left == [whole, second if order is None else whole, 0]
 
 
-@EVERY_WRITTEN
-def test_a_weight_changed_before_the_backward_is_refused_as_autograd_does(name: str) -> None:
-    experts = make_experts(name)
-    call = ExpertSet(experts).call(True)
-    forward(call, rows(2, 3, C, M), [13])
-    with torch.no_grad():
-        next(experts[1].parameters()).mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place"):
-        backward(call, rows(2, 3, C, M), [13])
+# ---- sums of gradients
+
+
+def test_gradients_are_added_up_side_by_side_and_alone_alike() -> None:
+    parameters = [nn.Parameter(torch.zeros(5, 7).double()) for _ in range(3)]
+    sums = GradientSums(parameters)
+    expected = torch.zeros(3, 5, 7).double()
+    for seed in range(6):
+        left, right = rows(3, 5, 4, seed=seed), rows(3, 4, 7, seed=seed + 10)
+        expected += left @ right
+        if seed == 4:
+            for each, *factors in zip(parameters, left, right, strict=True):
+                sums.add_product(each, *factors)
+        else:
+            sums.add_product(parameters, left, right)
+    sums.add(parameters[1], rows(5, 7))  # from now on not side by side
+    expected[1] += rows(5, 7)
+    sums.add_product(parameters, rows(3, 5, 4), rows(3, 4, 7))
+    expected += rows(3, 5, 4) @ rows(3, 4, 7)
+    torch.testing.assert_close(torch.stack(sums.take()), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["side by side", "alone"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_that_autograd_has_given_is_never_added_to_in_place(dtype: torch.dtype, together: bool) -> None:
+    """It may have given the same tensor to somebody else."""
+    parameters = [nn.Parameter(torch.zeros(5, 7, dtype=dtype)) for _ in range(3)]
+    given, own = rows(3, 5, 7, dtype=dtype), rows(3, 5, 7, seed=2, dtype=dtype)
+    left, right = rows(3, 5, 4, seed=3, dtype=dtype), rows(3, 4, 7, seed=4, dtype=dtype)
+    before = given.clone()
+    for then, to_all in ((then, to_all) for then in ("add", "add_product") for to_all in (False, True)):
+        sums = GradientSums(parameters)
+        if together:
+            sums.add(parameters, given)
+        else:
+            for each, gradient in zip(parameters, given, strict=True):
+                sums.add(each, gradient)
+        added = (own,) if then == "add" else (left, right)
+        if to_all:
+            getattr(sums, then)(parameters, *added)
+        else:
+            getattr(sums, then)(parameters[1], *(each[1] for each in added))
+        found = sums.take()
+        added = own if then == "add" else left @ right
+        for index in range(3) if to_all else (1,):
+            torch.testing.assert_close(found[index], before[index] + added[index])
+        assert torch.equal(given, before), then

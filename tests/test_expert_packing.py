@@ -156,6 +156,7 @@ def made_and_converted(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_what_was_chosen_when_a_model_was_made_is_not_chosen_again(tmp_path: Path) -> None:
     for found in run_on_ranks(made_and_converted, 4, tmp_path):
         assert found["ep"] == {2}
@@ -208,6 +209,7 @@ def whole_on_each_rank(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_experts_are_timed_once_and_in_the_type_in_which_they_train(tmp_path: Path) -> None:
     for found in run_on_ranks(whole_on_each_rank, 2, tmp_path):
         assert found["ep"] == [1, 1]
@@ -323,6 +325,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.long
 def test_a_choice_that_must_be_the_same_is_to_be_written_down(tmp_path: Path) -> None:
     for deterministic, resumed, same in run_on_ranks(refused, 2, tmp_path / "ranks", str(tmp_path / "saved")):
         assert 'fsmoe.placement.policy = "lina" and fsmoe.deterministic = true cannot both be on' in deterministic

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is worked out once about experts is worked out anew as soon as anything about them changes, and not before."""
+"""Which way experts are computed, written out or through autograd: known ones alone, and anew when anything changes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,33 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
+from ds_fsmoe import registry
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
 from ds_fsmoe.components.expert_compute import calls
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 from ds_fsmoe.components.expert_compute.linears import UnbiasedShardLinear
 from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
-from tests.expert_cases import C, M, assert_gradients, backward, by_autograd, forward, is_written, make_experts, rows
-
-HOOK_MAKERS: list[Callable[[nn.Module], object]] = [
-    lambda module: module.register_forward_hook(lambda module, args, y: y * 2),
-    lambda module: module.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
-    lambda module: module.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
-    lambda module: module.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,)),
-]
+from ds_fsmoe.components.experts.gpt import GPTFeedForward
+from tests.covering import covering
+from tests.expert_cases import (
+    GRAPH,
+    C,
+    H,
+    M,
+    assert_as_autograd,
+    assert_gradients,
+    backward,
+    by_autograd,
+    calls_modules,
+    forward,
+    is_written,
+    make_experts,
+    rows,
+    sequential,
+)
 
 
 def made(name: str = "gpt gelu", count: int = 3, together: str = "always") -> tuple[list[nn.Module], ExpertSet]:
@@ -36,13 +47,170 @@ def made(name: str = "gpt gelu", count: int = 3, together: str = "always") -> tu
 
 def check(experts: list[nn.Module], layer: ExpertSet) -> None:
     """A call gives what autograd gives now, in the forward and in the backward."""
-    x_NeCM, dy_NeCM = rows(2, len(experts), C, M), rows(2, len(experts), C, M, seed=2)
-    y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     for sizes in ((6, 7), (3, 10)):
-        call = layer.call(True, same_chunks=False)
-        torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
-        torch.testing.assert_close(backward(call, dy_NeCM, sizes), dx_NeCM, rtol=0, atol=1e-12)
-        assert_gradients(call.gradients(), gradients, atol=1e-12)
+        assert_as_autograd(layer.call(True, same_chunks=False), experts, (6, 7), sizes)
+
+
+# ---- which way
+
+
+@pytest.mark.parametrize("name", GRAPH)
+def test_other_experts_are_called(name: str) -> None:
+    layer = ExpertSet([*make_experts("gpt gelu", 2), *make_experts(name, 1)])
+    assert not is_written(layer)
+    assert calls_modules(layer.call(True))
+
+
+def triple_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return 3 * self.fc2(torch.relu(self.fc1(x)))
+
+
+class OtherComputation(GPTFeedForward):
+    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+        return 3 * super().do_experts(args)
+
+
+class OtherForward(GPTFeedForward):
+    forward = triple_forward
+
+
+class MyLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 3 * super().forward(x)
+
+
+def with_own_linear() -> nn.Module:
+    expert = GPTFeedForward(M, H)
+    expert.fc2 = MyLinear(H, M)
+    return expert
+
+
+def with_patched_forward() -> nn.Module:
+    expert = GPTFeedForward(M, H, "relu")
+    expert.forward = triple_forward.__get__(expert)
+    return expert
+
+
+def with_new_activation() -> nn.Module:
+    from ds_fsmoe.components.experts import gpt
+
+    expert = GPTFeedForward(M, H)
+    expert.activation = "cube"
+    gpt.ACTIVATIONS.setdefault("cube", lambda x: x**3)
+    return expert
+
+
+def parametrised() -> nn.Module:
+    expert = GPTFeedForward(M, H)
+    nn.utils.parametrizations.weight_norm(expert.fc1)
+    return expert
+
+
+def pruned() -> nn.Module:
+    expert = GPTFeedForward(M, H)
+    prune.l1_unstructured(expert.fc1, "weight", 0.5)
+    return expert
+
+
+NOT_WHAT_THEY_SEEM: dict[str, Callable[[], nn.Module]] = {
+    "subclass with its own do_experts": lambda: OtherComputation(M, H),
+    "subclass with its own forward": lambda: OtherForward(M, H),
+    "subclass of a linear layer": with_own_linear,
+    "forward set on the object": with_patched_forward,
+    "activation of the user's": with_new_activation,
+    "parametrised": parametrised,
+    "pruned": pruned,
+    "subclass of nn.Sequential": lambda: type("Mine", (nn.Sequential,), {})(*sequential(nn.ReLU())),
+    "four layers": lambda: nn.Sequential(*sequential(nn.ReLU()), nn.Dropout(0.0)),
+    "activation not known": lambda: sequential(nn.Softplus()),
+    "subclass of an activation": lambda: sequential(type("MyReLU", (nn.ReLU,), {"forward": lambda s, x: x * 2})()),
+    "one weight twice": lambda: tied(),
+}
+
+
+def tied() -> nn.Module:
+    expert = GPTFeedForward(M, M)
+    expert.fc2.weight = expert.fc1.weight
+    return expert
+
+
+@pytest.mark.parametrize("kind", NOT_WHAT_THEY_SEEM)
+def test_what_is_not_exactly_a_known_expert_goes_through_autograd(kind: str) -> None:
+    torch.manual_seed(4)
+    experts = [NOT_WHAT_THEY_SEEM[kind]().double() for _ in range(2)]
+    layer = ExpertSet(experts)
+    assert not is_written(layer)
+    assert_as_autograd(layer.call(True, same_chunks=False), experts, (6, 7), (3, 10))
+
+
+def test_a_subclass_that_computes_the_same_is_still_written_out() -> None:
+    assert is_written(ExpertSet([type("Named", (GPTFeedForward,), {"note": "mine"})(M, H)]))
+
+
+@pytest.mark.parametrize("name", registry.known("expert"))
+def test_registered_experts_are_written_out_but_for_those_that_have_no_written_form(name: str) -> None:
+    expert = registry.lookup("expert", name)(M, H)
+    assert is_written(ExpertSet([expert])) or name not in ("gpt", "mixtral")
+    assert is_written(ExpertSet([expert])) is (expert.written() is not None)
+
+
+def test_a_plain_expert_need_not_be_written_out() -> None:
+    class Scale(ExpertBase):
+        def do_experts(self, args: ExpertArgs) -> torch.Tensor:
+            return args.tokens * 2
+
+    assert Scale().written() is None
+    assert not is_written(ExpertSet([Scale()]))
+
+
+# ---- hooks
+
+HOOKS: dict[str, Callable[[nn.Module, Callable[[], None]], object]] = {
+    "forward": lambda module, ran: module.register_forward_hook(lambda m, args, y: ran() or y * 2),
+    "forward pre": lambda module, ran: module.register_forward_pre_hook(lambda m, args: ran() or (args[0] * 2,)),
+    "backward": lambda module, ran: module.register_full_backward_hook(lambda m, dx, dy: ran() or (dx[0] * 2,)),
+    "backward pre": lambda module, ran: module.register_full_backward_pre_hook(lambda m, dy: ran() or (dy[0] * 2,)),
+}
+HOOKED = covering(
+    ("gpt relu", "mixtral", "sequential gelu"), tuple(HOOKS), ("expert", "layer of an expert"), ("always", "never")
+)
+
+
+@pytest.mark.parametrize(("name", "kind", "place", "together"), HOOKED)
+def test_hooks_that_come_and_go_later_run_once_for_each_chunk_from_then_until_then(
+    name: str, kind: str, place: str, together: str
+) -> None:
+    """Each doubles what it is given, in the call and in what it is compared with."""
+    experts, layer = made(name, together=together)
+    check(experts, layer)
+    assert is_written(layer)
+    seen: list[str] = []
+    hooked = experts[1] if place == "expert" else next(iter(experts[1].children()))
+    handle = HOOKS[kind](hooked, lambda: seen.append("hook"))
+    assert not is_written(layer)
+    for _ in range(2):
+        seen.clear()
+        assert_as_autograd(layer.call(True), experts, (5, 5, 3), (5, 5, 3))
+        assert seen == ["hook"] * (3 + 1)  # three chunks, and once in what they are compared with
+    handle.remove()
+    assert is_written(layer)
+    check(experts, layer)
+
+
+def test_hooks_for_all_modules_run() -> None:
+    layer = ExpertSet(make_experts("gpt relu"))
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
+    try:
+        call = layer.call(True)
+        forward(call, rows(2, 3, C, M), [13])
+    finally:
+        handle.remove()
+    assert seen == ["Linear", "Linear", "GPTFeedForward"] * 3
+    assert is_written(layer)
+
+
+# ---- what changes later
 
 
 @pytest.fixture
@@ -69,23 +237,6 @@ def test_nothing_is_worked_out_twice_while_nothing_changes(name: str, plans: lis
                 parameter.mul_(1.1)
             experts[0].load_state_dict(copy.deepcopy(experts[1].state_dict()))
     assert len(plans) == 1
-
-
-@pytest.mark.parametrize("together", ["always", "never"])
-@pytest.mark.parametrize("hook", HOOK_MAKERS)
-def test_hooks_that_come_and_go_later_run_from_then_until_then(
-    hook: Callable[[nn.Module], object], together: str
-) -> None:
-    experts, layer = made(together=together)
-    check(experts, layer)
-    for module in (experts[1], experts[2].fc1):
-        handle = hook(module)
-        assert not is_written(layer)
-        check(experts, layer)
-        check(experts, layer)
-        handle.remove()
-        assert is_written(layer)
-        check(experts, layer)
 
 
 def frozen(experts: list[nn.Module]) -> None:
@@ -172,8 +323,11 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("together", ["always", "never"])
-@pytest.mark.parametrize("change", CHANGES)
+# Where one of them is called, nothing depends on who is together.
+@pytest.mark.parametrize(
+    ("change", "together"),
+    [(each, way) for each in CHANGES for way in ("always", "never") if each is not compiled or way == "always"],
+)
 def test_what_changes_later_counts_in_the_next_call(change: Callable[[list[nn.Module]], None], together: str) -> None:
     experts, layer = made(together=together)
     check(experts, layer)

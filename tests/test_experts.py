@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -14,7 +15,10 @@ from ds_fsmoe import registry
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase, LocalExperts
 from ds_fsmoe.components.experts.gpt import ACTIVATIONS, GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
+from ds_fsmoe.layer.expert_checks import check_row_wise
+from tests.expert_cases import EVERY, H, M, make_experts
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 WIDTH, EXPERT_WIDTH, ROWS = 13, 29, 23
 # Matrix products of other heights may add in another order, so equal rows can differ in the last bits.
 CLOSE = {"rtol": 0, "atol": 1e-14}
@@ -42,19 +46,20 @@ EVERY_EXPERT = pytest.mark.parametrize("name", registry.known("expert"))
 
 
 @EVERY_EXPERT
-def test_permuted_rows_give_permuted_results(name: str) -> None:
-    expert, x_NM = make_expert(name), make_rows()
+def test_rows_may_be_permuted_and_cut_anywhere(name: str) -> None:
+    expert, x_NM, dy_NM = make_expert(name), make_rows(), make_rows(seed=3)
     permutation_N = torch.randperm(ROWS, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(expert(x_NM[permutation_N]), expert(x_NM)[permutation_N], **CLOSE)
-
-
-@EVERY_EXPERT
-def test_rows_may_be_cut_anywhere(name: str) -> None:
-    expert, x_NM = make_expert(name), make_rows()
     whole_NM = expert(x_NM)
+    wanted = torch.autograd.grad(whole_NM, tuple(expert.parameters()), dy_NM)
+    torch.testing.assert_close(expert(x_NM[permutation_N]), whole_NM[permutation_N], **CLOSE)
     for sizes in ([ROWS], [1] * ROWS, [7, 0, 13, 3], [0, ROWS], [11, 12]):
-        in_chunks_NM = torch.cat([expert(chunk) for chunk in x_NM.split(sizes)])
-        torch.testing.assert_close(in_chunks_NM, whole_NM, **CLOSE)
+        expert.zero_grad(set_to_none=True)
+        results = [expert(x_cM) for x_cM in x_NM.split(sizes)]
+        torch.testing.assert_close(torch.cat(results), whole_NM, **CLOSE)
+        torch.autograd.backward(results, dy_NM.split(sizes))
+        for parameter, gradient in zip(expert.parameters(), wanted, strict=True):
+            assert gradient.norm() > 1e-3
+            torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-13)
 
 
 @EVERY_EXPERT
@@ -69,19 +74,6 @@ def test_a_row_depends_on_itself_alone(name: str) -> None:
 
 
 @EVERY_EXPERT
-def test_gradients_of_chunks_add_up_to_those_of_the_whole(name: str) -> None:
-    expert, x_NM = make_expert(name), make_rows()
-    dy_NM = make_rows(seed=3)
-    whole = torch.autograd.grad(expert(x_NM), tuple(expert.parameters()), dy_NM)
-    expert.zero_grad(set_to_none=True)
-    for x_cM, dy_cM in zip(x_NM.split([7, 0, 13, 3]), dy_NM.split([7, 0, 13, 3]), strict=True):
-        expert(x_cM).backward(dy_cM)
-    for parameter, gradient in zip(expert.parameters(), whole, strict=True):
-        assert gradient.norm() > 1e-3
-        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=1e-13)
-
-
-@EVERY_EXPERT
 def test_leading_dimensions_do_not_matter_and_rows_may_be_missing(name: str) -> None:
     expert, x_NM = make_expert(name), make_rows(30)
     torch.testing.assert_close(expert(x_NM.view(2, 3, 5, WIDTH)), expert(x_NM).view(2, 3, 5, WIDTH), **CLOSE)
@@ -91,7 +83,7 @@ def test_leading_dimensions_do_not_matter_and_rows_may_be_missing(name: str) -> 
 
 @EVERY_EXPERT
 def test_the_type_of_the_rows_is_kept(name: str) -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         assert make_expert(name).to(dtype)(make_rows().to(dtype)).dtype == dtype
 
 
@@ -117,13 +109,6 @@ def test_gpt_is_two_linear_layers_with_an_activation_between(activation: str, bi
         assert result == pytest.approx(
             matrix_times_row(weights["fc2.weight"], hidden, weights.get("fc2.bias")), abs=1e-13
         )
-
-
-def test_gpt_has_gelu_and_bias_unless_told_otherwise() -> None:
-    ours = registry.lookup("expert", "gpt")(WIDTH, EXPERT_WIDTH).double()
-    asked = GPTFeedForward(WIDTH, EXPERT_WIDTH, activation="gelu", bias=True).double()
-    asked.load_state_dict(ours.state_dict())
-    assert torch.equal(ours(make_rows()), asked(make_rows()))
 
 
 def test_an_unknown_activation_is_refused_with_the_choices() -> None:
@@ -188,3 +173,86 @@ def test_hooks_on_an_expert_run() -> None:
     assert called == ["before"]
     assert (y_GeCM[:, 1] == 0).all()
     assert (y_GeCM[:, 0] != 0).all()
+
+
+# ---- the check that an expert treats each row by itself
+
+
+class CentersRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(dim=-2, keepdim=True)
+
+
+class LooksBack(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.roll(x, 1, dims=-2)
+
+
+class MixesRanks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.flip(0)
+
+
+class AddsPlace(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(x.shape[-2], dtype=x.dtype).unsqueeze(-1)
+
+
+class Widens(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x], dim=-1)
+
+
+class DropsRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x[:, :-1], None
+
+
+class NormalisesOverRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(M)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.reshape(-1, M)).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "expert", [CentersRows, LooksBack, MixesRanks, AddsPlace, NormalisesOverRows], ids=lambda each: each.__name__
+)
+def test_an_expert_that_is_not_row_wise_is_named(expert: type[nn.Module]) -> None:
+    for dtype, keep_expert_dim in itertools.product(DTYPES, (False, True)):
+        with pytest.raises(ValueError, match=f"expert {expert.__name__} is not row-wise"):
+            check_row_wise(expert().to(dtype), M, dtype=dtype, keep_expert_dim=keep_expert_dim)
+
+
+@pytest.mark.parametrize("expert", [Widens, DropsRows], ids=lambda each: each.__name__)
+def test_an_expert_of_another_shape_is_named_by_the_check(expert: type[nn.Module]) -> None:
+    with pytest.raises(ValueError, match=rf"expert {expert.__name__} returned \(2, \d, \d+\) for \(2, 5, 7\)"):
+        check_row_wise(expert(), M)
+
+
+@EVERY
+def test_row_wise_experts_pass_the_check(name: str) -> None:
+    for dtype, keep_expert_dim in itertools.product(DTYPES, (False, True)):
+        check_row_wise(make_experts(name, 1, dtype=dtype)[0], M, keep_expert_dim=keep_expert_dim)
+
+
+def test_dropout_passes_the_check_and_nothing_is_disturbed_by_it() -> None:
+    expert = nn.Sequential(nn.Linear(M, H), nn.Dropout(0.5), nn.Linear(H, M))
+    normalises = nn.Sequential(NormalisesOverRows(), nn.Dropout(0.5))
+    for parameter in [*expert.parameters(), *normalises.parameters()]:
+        parameter.grad = torch.full_like(parameter, 3.0)
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in normalises.named_buffers()}
+    assert len(buffers) == 3
+    state = torch.get_rng_state()
+    check_row_wise(expert, M)
+    with pytest.raises(ValueError, match="expert Sequential is not row-wise"):
+        check_row_wise(normalises, M)
+    check_row_wise(normalises.eval(), M)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all((each.grad == 3).all() for each in [*expert.parameters(), *normalises.parameters()])
+    for name, buffer in normalises.named_buffers():
+        was, values = buffers[name]
+        assert buffer is was
+        assert torch.equal(buffer, values)

@@ -24,7 +24,7 @@ from tests.covering import covering
 from tests.pretended_gpu import Gpu, pretending
 from tests.race_cases import Case, Layout, assert_kept, differences, watched
 from tests.samples import draw, sampled
-from tests.test_pipeline import DROP, NO_DROP
+from tests.test_layer_against_loop import DROP, NO_DROP
 
 NOT_PRETENDED = ("1dh", "node_deduplicated")
 """Their messages have the sizes of other ranks, and the pretended ones give what this one gives; see :data:`ONCE`."""

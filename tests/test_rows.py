@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows instead of slots: unequal ranks, every all-to-all, experts called as a whole, wrong decisions, what travels."""
+"""Layers on ranks, in rows and in slots, through every all-to-all: the same numbers; what travels; wrong decisions."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
+from ds_fsmoe import LinearGate, MOELayer, SimpleOrder, registry
+from ds_fsmoe.components.alltoall import AllToAllBase
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
@@ -27,7 +29,7 @@ from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes
 from ds_fsmoe.execution.counts_exchange import RoutingError
-from ds_fsmoe.execution.lanes import Lanes, make_lanes
+from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import TokenChunks
 from ds_fsmoe.execution.tensor_parallel import SelfSplitCollectives
@@ -35,11 +37,11 @@ from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.runtime import block_of
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from tests.covering import covering
 from tests.layer_runs import token_path
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_alltoall_tasks import OF_SAME_SUMS, named
 from tests.test_alltoalls import on_nodes
 
 WIDTH, HIDDEN = 8, 16
@@ -116,6 +118,11 @@ CASES = [
     Case((3, 2), dtype=torch.float32, side_by_side=True, expert=mixtral, experts_per_rank=3),
     Case((4, 4), dtype=torch.float32, side_by_side=True),
     Case((4, 4), dtype=torch.bfloat16, side_by_side=True, expert=mixtral),
+    # More experts of a token than a node has.
+    Case((5, 4), k=5, experts_per_rank=3),
+    Case((1, 5), k=8, experts_per_rank=2, expert=mixtral, recompute=True),
+    Case((4, 1), k=3, masked=True, links="reduce_first"),
+    Case((2, 3), k=4, expert=module, experts_per_rank=1, tokens=(0, 0, 5, 0, 1, 0, 2, 3)),
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 0.1}
 
@@ -133,6 +140,7 @@ def run_layer(
     exact: bool = False,
     wires: CommDtypes = FULL,
     conversions: str = "links",
+    observer: Observer | None = None,
 ) -> list[torch.Tensor]:
     """Output and gradients of one forward and backward of this rank; ``exact`` in float64."""
     rank, layout = groups.rank, groups.layout
@@ -167,7 +175,7 @@ def run_layer(
         nodes=exchange.nodes,
         comm_dtypes=wires,
     )
-    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute)
+    pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     num_experts = case.experts_per_rank * layout.ep_size
     gate = LinearGate(k=min(case.k, num_experts), drop_tokens=False, top2_2nd_expert_sampling=False)
     gate.build_once(WIDTH, num_experts)
@@ -222,80 +230,104 @@ def differences(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance:
     return found
 
 
-def compare_with_slots(rank: int, world_size: int, ep: int, esp: int) -> list[str]:
-    groups = make_groups(ep, esp)
-    lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
-    for case in CASES:
-        if esp > 1 and case.expert is module:  # cannot be sharded
-            continue
-        slots = run_layer(replace(case, degrees=(1, 1)), groups, serial, False, exact=True)
-        rows = run_layer(case, groups, lanes, True)
-        found += [f"{case}: {each}" for each in differences(rows, slots, TOLERANCE[case.dtype])]
-    lanes.close()
-    return found
+def named(name: str) -> AllToAllBase:
+    return registry.lookup("alltoall", name)()
 
 
-LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (3, 3, 1), (4, 2, 2), (4, 2, 1), (4, 4, 1)]
-
-
-@sampled(("world_size", "ep", "esp"), LAYOUTS, kept=[0, 4])
-def test_rows_have_the_numbers_of_slots_on_ranks_with_any_tokens(
-    world_size: int, ep: int, esp: int, tmp_path: Path
-) -> None:
-    for rank, found in enumerate(run_on_ranks(compare_with_slots, world_size, tmp_path, ep, esp)):
-        assert not found, f"rank {rank}: {found[:5]}"
-
-
-NODES = [
+ALLTOALLS = tuple(registry.known("alltoall"))
+SUMS_IN_NODES = ("node_deduplicated",)
+"""Of these rows the results are added up in another order; all others bring each rank the rows that flat brings."""
+# (ranks, EP, ESP, node of each rank): one link and both; unequal nodes; a group inside a node beside one that spans
+# two; groups of three, sharing experts across nodes too; ESP within the nodes.
+LAYOUTS = [
     (4, 4, 1, (0, 0, 1, 1)),
+    (6, 3, 2, (0, 0, 0, 1, 1, 1)),
+    (1, 1, 1, (0,)),
+    (2, 2, 1, (0, 0)),
+    (2, 1, 2, (0, 0)),
+    (3, 3, 1, (0, 0, 0)),
+    (4, 4, 1, (0, 1, 0, 1)),
     (4, 4, 1, (0, 1, 1, 1)),
     (4, 2, 1, (0, 0, 0, 1)),
+    (4, 2, 2, (0, 0, 1, 1)),
     (6, 6, 1, (0, 1, 1, 2, 2, 2)),
-    (6, 3, 2, (0, 0, 0, 1, 1, 1)),
+    (6, 6, 1, (0, 0, 1, 1, 2, 2)),
+    (6, 6, 1, (0, 0, 0, 1, 1, 1)),
+    (6, 3, 1, (0, 0, 0, 0, 1, 1)),
+    (8, 4, 2, (0, 0, 0, 0, 1, 1, 1, 1)),
+    (8, 4, 1, (0, 0, 1, 1, 2, 2, 3, 3)),
 ]
 
 
-def compare_alltoalls(rank: int, world_size: int, ep: int, esp: int, nodes: tuple[int, ...]) -> list[str]:
+def can_be(number: int, alltoall: str, in_rows: bool, overlap: bool) -> bool:
+    return named(alltoall).takes_rows if in_rows else alltoall not in SUMS_IN_NODES
+
+
+def compare(rank: int, world_size: int, ep: int, esp: int, nodes: tuple[int, ...]) -> list[str]:
+    """What differs from slots in one chunk in float64; and by a bit from the flat all-to-all, cut and sent alike."""
     with on_nodes(*nodes):
         groups = make_groups(ep, esp)
     lanes, serial, found = make_lanes(torch.device("cpu")), make_lanes(torch.device("cpu"), overlap=False), []
-    for case in CASES[:6]:
-        flat = run_layer(case, groups, serial, True)
-        for name in (each for each in OF_SAME_SUMS if named(each).takes_rows):
-            ours = run_layer(case, groups, lanes, True, alltoall=name)
-            found += [f"{case}: {name}: {each}" for each in differences(ours, flat, 0.0)]
+    ways = covering(range(len(CASES)), ALLTOALLS, (True, False), (True, False), allowed=can_be)
+    for number, case in enumerate(CASES):
+        if esp > 1 and case.expert is module:  # cannot be sharded
+            continue
+        exact = run_layer(replace(case, degrees=(1, 1)), groups, serial, False, exact=True)
+        flat = {in_rows: run_layer(case, groups, serial, in_rows) for in_rows in (True, False)}
+        for in_rows, ours in flat.items():
+            name = f"{case}, {'rows' if in_rows else 'slots'}, flat"
+            found += [f"{name}: {each}" for each in differences(ours, exact, TOLERANCE[case.dtype])]
+        for _, alltoall, in_rows, overlap in (each for each in ways if each[0] == number):
+            ours = run_layer(case, groups, lanes if overlap else serial, in_rows, alltoall=alltoall)
+            name = f"{case}, {'rows' if in_rows else 'slots'}, {alltoall}, {'on lanes' if overlap else 'in turns'}"
+            wanted = (exact, TOLERANCE[case.dtype]) if alltoall in SUMS_IN_NODES else (flat[in_rows], 0.0)
+            found += [f"{name}: {each}" for each in differences(ours, *wanted)]
     lanes.close()
     return found
 
 
-@sampled(("world_size", "ep", "esp", "nodes"), NODES, kept=[1, 4])
-def test_rows_pass_through_other_ranks_unchanged(
+@sampled(("world_size", "ep", "esp", "nodes"), LAYOUTS, kept=[0])
+def test_chunks_rows_and_all_to_alls_change_no_number_of_a_layer(
     world_size: int, ep: int, esp: int, nodes: tuple[int, ...], tmp_path: Path
 ) -> None:
-    for rank, found in enumerate(run_on_ranks(compare_alltoalls, world_size, tmp_path, ep, esp, nodes)):
-        assert not found, f"rank {rank}: {found[:5]}"
+    for rank, found in enumerate(run_on_ranks(compare, world_size, tmp_path, ep, esp, nodes)):
+        assert not found, f"rank {rank}: {len(found)}, the first are {found[:5]}"
 
 
 def other_ways(rank: int, world_size: int) -> list[str]:
+    """The same of experts that are called as one module, on all ranks or on one, and of those that split themselves."""
     lanes, found = make_lanes(torch.device("cpu")), []
-    for sizes in ((2, 1), (1, 2)):
-        groups = make_groups(*sizes)
-        for case in (Case((1, 1)), Case((1, 1), tokens=(0, 0)), Case((1, 1), recompute=True, masked=True)):
-            rows = run_layer(case, groups, lanes, True, whole=True)
-            found += differences(rows, run_layer(case, groups, lanes, False, exact=True), 1e-12)
-            # Where one rank calls its experts as a module, and the other does not.
-            rows = run_layer(case, groups, lanes, True, whole=rank == 0)
-            found += differences(rows, run_layer(case, groups, lanes, False, exact=True), 1e-12)
-    groups = make_groups(1, 2, tensor_parallel_experts=False)
-    for case in (Case(), Case((1, 4), tokens=(0, 5))):
+    with on_nodes(0, 0, 1, 1):
+        layouts = [make_groups(4, 1), make_groups(1, 4)]
+    cases = (
+        Case((1, 1)),
+        Case((1, 1), tokens=(0, 0, 0, 0)),
+        Case((1, 1), tokens=(0, 3, 0, 1), recompute=True, masked=True, k=4),
+    )
+    for groups, case in itertools.product(layouts, cases):
+        exact = run_layer(case, groups, lanes, False, exact=True)
+        for alltoall, is_whole in itertools.product(("flat", *SUMS_IN_NODES), (True, rank == 0)):
+            ours = run_layer(case, groups, lanes, True, whole=is_whole, alltoall=alltoall)
+            found += [f"{case}, as one module, {alltoall}: {each}" for each in differences(ours, exact, 1e-12)]
+    cases = Case(), Case((1, 4), tokens=(0, 5, 0, 5))
+    with on_nodes(0, 0, 1, 1):
+        groups = make_groups(1, 4, tensor_parallel_experts=False)
+    for case in cases:
         rows = run_layer(case, groups, lanes, True, self_split=True)
-        found += differences(rows, run_layer(case, groups, lanes, False, self_split=True), 1e-12)
+        slots = run_layer(case, groups, lanes, False, self_split=True)
+        found += [f"{case}, split by themselves, in rows: {each}" for each in differences(rows, slots, 1e-12)]
+    with on_nodes(0, 0, 0, 1):
+        groups = make_groups(2, mp_size=2, tensor_parallel_experts=True)
+    for case in cases:
+        two = run_layer(case, groups, lanes, False, self_split=True, alltoall="2dh")
+        flat = run_layer(case, groups, lanes, False, self_split=True)
+        found += [f"{case}, split by themselves, 2dh: {each}" for each in differences(two, flat, 0.0)]
     lanes.close()
     return found
 
 
-def test_experts_called_as_one_module_and_those_that_split_themselves_take_rows(tmp_path: Path) -> None:
-    assert run_on_ranks(other_ways, 2, tmp_path) == [[], []]
+def test_experts_called_as_one_module_and_those_that_split_themselves_have_these_numbers(tmp_path: Path) -> None:
+    assert run_on_ranks(other_ways, 4, tmp_path) == [[]] * 4
 
 
 # ---- what travels
@@ -490,47 +522,7 @@ def test_a_wrong_decision_on_one_rank_is_named_on_all(tmp_path: Path) -> None:
         assert "before_dispatch_hook returned (8, 8) for (9, 8): must keep the number of rows" in found["hook"]
 
 
-# ---- experts together
-
-
-@pytest.mark.parametrize("expert", [lambda: GPTFeedForward(WIDTH, HIDDEN), mixtral])
-@pytest.mark.parametrize("degrees", [(1, 1), (3, 2)])
-def test_grouped_products_are_used_and_have_the_numbers_of_single_experts(
-    expert: Callable[[], nn.Module], degrees: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    products = 0
-    grouped_mm = torch.nn.functional.grouped_mm
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal products
-        products += 1
-        return grouped_mm(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", counted)
-    results = []
-    for together in ("auto", "never"):
-        torch.manual_seed(3)
-        layer = MOELayer(
-            LinearGate(k=3, drop_tokens=False),
-            SimpleOrder(),
-            model_dim=WIDTH,
-            num_experts=5,
-            expert_impl=expert(),
-            pipeline_degree=degrees,
-            overlap=False,
-        )
-        x_SM = torch.randn(23, WIDTH, requires_grad=True)
-        layer(x_SM)
-        layer._state.known_experts = [], ExpertSet(list(layer.experts.experts), together=together)
-        if together == "auto":
-            assert make_contiguous(layer.experts.experts)
-        products = 0
-        layer.zero_grad()
-        layer(x_SM).square().sum().backward()
-        assert (products > 0) == (together == "auto")
-        results.append([x_SM.grad.clone(), *(each.grad for each in layer.parameters())])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+# ---- graphs and memory
 
 
 def test_a_layer_on_rows_goes_back_twice_over_a_kept_graph() -> None:

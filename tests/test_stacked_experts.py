@@ -17,6 +17,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from ds_fsmoe.components.expert_compute.stacked_forms import OwnExperts
+from tests.covering import covering
 
 NUM_EXPERTS = 3
 
@@ -113,9 +114,9 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("other_cuts", [False, True], ids=["same cuts", "other cuts"])
-@pytest.mark.parametrize("way", ["written", "recomputed", "called"])
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "".join(str(int(each)) for each in vars(flags).values()))
+@pytest.mark.parametrize(
+    ("flags", "way", "other_cuts"), covering(FLAGS, ("written", "recomputed", "called"), (False, True)), ids=str
+)
 def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other_cuts: bool) -> None:
     torch.manual_seed(0)
     module = Experts(flags, 8, 12).double()

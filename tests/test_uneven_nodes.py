@@ -74,7 +74,6 @@ def test_uneven_nodes_are_refused_for_shards_on_every_rank_before_any_group_is_m
 @sampled(
     ("hosts", "esp_size", "block"),
     [("aaab", 1, {}), ("aaab", 2, {"topology": {"ranks_per_node": 2}}), ("abba", 1, {})],
-    kept=[1],
 )
 def test_uneven_nodes_do_without_shards_and_the_config_knows_better_than_host_names(
     tmp_path: Path, hosts: str, esp_size: int, block: dict
