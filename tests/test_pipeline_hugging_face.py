@@ -22,13 +22,16 @@ from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import NUM_EXPERTS, WIDTH, config_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_pipeline_stages import CHUNKED, EARLY, NOT_TUNED, TUNED, Dense, WithExperts
 
 pytestmark = pytest.mark.long
 
 STEPS, LENGTH, WORDS = 3, 8, 128
 OF_LOSSES, OF_WEIGHTS = 1e-5, 2e-5
 FAMILIES = {"olmoe": "Olmoe", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
+CHUNKED = {"enabled": True, "num_chunks": {"forward": 2, "backward": 3}}
+
+NOT_TUNED = {"enabled": True, "autotune": False}
+EARLY = CHUNKED | {"deterministic": True, "autotune": False}
 ONCE_PER_NODE = CHUNKED | {"dispatch": "unpadded", "alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
 
 
@@ -69,6 +72,49 @@ class Block(nn.Module):
         return found[0] if isinstance(found, tuple) else found
 
 
+class Dense(nn.Module):
+    """A layer without experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
+        return x_BLM + torch.tanh(self.linear(x_BLM))
+
+
+class WithMoE(Dense):
+    """A layer with experts of DeepSpeed's kind: by global id the same for every layout.
+
+    Args:
+        index: the number of the layer.
+        ranks: the ranks of a stage, over which they are spread.
+        drop_tokens: whether slots are sent, some tokens finding none.
+    """
+
+    def __init__(self, index: int, ranks: int, drop_tokens: bool) -> None:
+        from deepspeed.moe.layer import MoE
+
+        from ds_fsmoe.components.experts.gpt import GPTFeedForward
+
+        super().__init__()
+        self.moe = MoE(WIDTH, GPTFeedForward(WIDTH, 28), 8, ranks, k=2, use_rts=False, drop_tokens=drop_tokens)
+        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
+        self.first = dist.get_rank() % ranks * len(experts)
+        self.index = index
+
+    def fill(self) -> None:
+        """Make each expert what it is on any rank."""
+        for local, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+            generator = torch.Generator().manual_seed(100 * self.index + self.first + local)
+            with torch.no_grad():
+                for each in expert.parameters():
+                    each.copy_(torch.randn(each.shape, generator=generator) * 0.2)
+
+    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
+        return x_BLM + self.moe(super().forward(x_BLM))[0]
+
+
 class Answer(nn.Module):
     """The last layer of a language model."""
 
@@ -88,19 +134,21 @@ def loss_of(logits_BLV: torch.Tensor, wanted_BL: torch.Tensor) -> torch.Tensor:
 def layer_of(kind: str, index: int, ranks: int = 1) -> nn.Module:
     """A layer by its kind: ``"olmoe"`` and other families, ``"olmoe of 8"`` experts, ``"frozen olmoe"``, ``"dense"``,
     with experts of DeepSpeed's kind ``"slots"`` and ``"dropless"``, and the ends, ``"words"`` and ``"answer"``."""
-    if kind in ("slots", "dropless"):
-        return WithExperts(index, dist.get_rank() % ranks, ranks, WIDTH, 8, drop_tokens=kind == "slots")
     torch.manual_seed(index)
     family, _, num_experts = kind.removeprefix("frozen ").partition(" of ")
     if family in FAMILIES:
         made: nn.Module = Block(family, index, int(num_experts or NUM_EXPERTS))
+    elif kind in ("slots", "dropless"):
+        made = WithMoE(index, ranks, kind == "slots")
     else:
-        made = Dense(index, WIDTH) if family == "dense" else {"words": Words, "answer": Answer}[family]()
+        made = {"words": Words, "dense": Dense, "answer": Answer}[family]()
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for each in made.parameters():
             if each.dim() > 1:
                 each.copy_(torch.randn(each.shape, generator=generator) * 0.15)
+    if isinstance(made, WithMoE):
+        made.fill()
     if kind.startswith("frozen "):
         made.layer.mlp.experts.requires_grad_(False)
     return made
@@ -401,6 +449,9 @@ def test_what_stages_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> Non
     assert "in another stage" not in of_ranks[0][0]
 
 
+TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
+
+
 def tune(rank: int, world_size: int, kinds: tuple[str, ...], block: dict[str, Any]) -> float:
     """How far a tuned run is from one that is not."""
     import deepspeed
@@ -410,8 +461,7 @@ def tune(rank: int, world_size: int, kinds: tuple[str, ...], block: dict[str, An
     return max((tuned[name] - each).abs().max().item() for name, each in plain.items())
 
 
-@pytest.mark.daily("tuned stages", 1)
-@pytest.mark.parametrize(
+@sampled(
     ("world_size", "kinds", "block"),
     [(4, ("olmoe", "dense"), {}), (8, ("dense", "mixtral"), {"ep_size": 4, "topology": {"ranks_per_node": 2}})],
     ids=str,

@@ -17,7 +17,6 @@ from ds_fsmoe.checkpoint_files import convert
 from ds_fsmoe.checkpoint_files import whole as whole_files
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of
 
 pytestmark = pytest.mark.long
@@ -118,7 +117,7 @@ def test_convert_holds_a_shard_and_a_layer_whatever_the_size_of_the_model(
     assert many <= limit_bytes + layer + copied + SMALL
 
 
-@sampled("form", ["huggingface", "fp32"])
+@pytest.mark.parametrize("form", ["huggingface", "fp32"])
 def test_convert_reads_each_weight_once(
     checkpoints: dict[int, Path], form: convert.Form, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

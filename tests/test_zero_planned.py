@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
 from tests.memory_cases import config_of
 from tests.ranks import run_on_ranks
-from tests.samples import draw
 
 FAMILY, WORLD, MICRO_BATCHES, STEPS = "qwen3_moe", 2, 2, 4
 SMALLEST = 32
@@ -54,10 +52,10 @@ def count_in(counted: Counter[str]) -> None:
         setattr(dist, name, functools.wraps(function)(collective))
 
 
-def sent(
-    rank: int, world_size: int, counted: Counter[str], stage: int, block: dict[str, Any] | None, zero: dict[str, Any]
-) -> dict[str, int]:
+def sent(rank: int, world_size: int, stage: int, block: dict[str, Any] | None, zero: dict[str, Any]) -> dict[str, int]:
     """The bytes that a step sends by each collective: with stock DeepSpeed, or with a block of ours."""
+    counted: Counter[str] = Counter()
+    count_in(counted)
     import deepspeed
     from transformers import AutoModelForCausalLM
 
@@ -105,33 +103,36 @@ def planned(stage: int, ep: int, **options: int) -> Counter[str]:
 
 ALL_AGAIN = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
 KEPT = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
-OF_STAGE_3: list[tuple[dict[str, int], dict[str, int]]] = [(ALL_AGAIN, {"max_reuse": 0}), (KEPT, {})]
-"""What DeepSpeed is told, and what is planned with."""
-
-
-Job = tuple[int, dict[str, Any] | None, dict[str, Any]]
-
-
-def sent_in_all(rank: int, world_size: int, jobs: list[Job]) -> list[dict[str, int]]:
-    counted: Counter[str] = Counter()
-    count_in(counted)
-    return [sent(rank, world_size, counted, *job) for job in jobs]
 
 
 @pytest.mark.long
-def test_a_step_sends_what_is_planned_once_at_stage_1_and_in_every_micro_batch_at_stages_2_and_3(
-    tmp_path: Path,
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize(("zero", "options"), [(ALL_AGAIN, {"max_reuse": 0}), (KEPT, {})], ids=["again", "kept"])
+def test_stage_3_gathers_and_scatters_in_every_micro_batch_what_is_planned(
+    zero: dict[str, int], options: dict[str, int], ep: int, tmp_path: Path
 ) -> None:
-    stage, (zero, options), ep = draw("planned", [*itertools.product((1, 2), OF_STAGE_3, (1, 2))], 1)[0]
-    jobs: list[Job] = [(3, {"ep_size": ep}, zero), (stage, None, {}), (stage, {"ep_size": 1}, {})]
-    of_3, stock, ours = zip(*run_on_ranks(sent_in_all, WORLD, tmp_path, jobs), strict=True)
+    found = run_on_ranks(sent, WORLD, tmp_path, 3, {"ep_size": ep}, zero)[0]
     plan = planned(3, ep, persistence=0, **options)
-    assert of_3[0]["all_gather"] == MICRO_BATCHES * (plan[PARAMETERS] + plan[EXPERT_PARAMETERS])
-    assert of_3[0]["reduce_scatter"] == MICRO_BATCHES * (plan[GRAD_PARTS] + plan[EXPERT_GRAD_PARTS])
+    assert found["all_gather"] == MICRO_BATCHES * (plan[PARAMETERS] + plan[EXPERT_PARAMETERS])
+    assert found["reduce_scatter"] == MICRO_BATCHES * (plan[GRAD_PARTS] + plan[EXPERT_GRAD_PARTS])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stock_sums_once_a_step_at_stage_1_and_in_every_micro_batch_at_stage_2(stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(sent, WORLD, tmp_path, stage, None, {})[0]
+    plan = planned(stage, 1)
+    gradients = plan["GRAD"] + plan["EXPERT_GRAD"]
+    assert found["all_reduce"] == gradients * (MICRO_BATCHES if stage == 2 else 1)
+    assert found["all_gather"] == plan[PARAMETERS] + plan[EXPERT_PARAMETERS] == gradients
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 2])
+def test_ours_sums_once_a_step_at_stage_1_and_in_every_micro_batch_at_stage_2(stage: int, tmp_path: Path) -> None:
+    found = run_on_ranks(sent, WORLD, tmp_path, stage, {"ep_size": 1}, {})
     plan = planned(stage, 1)
     summed, gathered = plan["GRAD"] + plan["EXPERT_GRAD"], plan[PARAMETERS] + plan[EXPERT_PARAMETERS]
-    times = MICRO_BATCHES if stage == 2 else 1
-    assert stock[0]["all_reduce"] == times * summed
-    assert stock[0]["all_gather"] == gathered == summed
     # Each rank gives all its gradients to their owners, and what it owns of the parameters to all others.
-    assert sum(each["exchange"] for each in ours) == times * WORLD * summed + (WORLD - 1) * gathered
+    times = MICRO_BATCHES if stage == 2 else 1
+    assert sum(each["exchange"] for each in found) == times * WORLD * summed + (WORLD - 1) * gathered
