@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -428,8 +428,3 @@ def compare(ours: Seen, theirs: Seen, tolerance: float = 0.0) -> list[str]:
         if not is_same:
             found.append(f"{name}: {(a - b).abs().max().item():.2g} of {b.abs().max().item():.2g}")
     return found
-
-
-def in_modes(run: Run, *modes: str) -> list[Run]:
-    """The run in each of some modes."""
-    return [replace(run, mode=mode) for mode in modes]

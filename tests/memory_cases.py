@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face's models in a size of which both weights and activations are seen, trained for two steps and counted."""
+"""Models in a size of which both weights and activations are seen, trained for some steps and counted."""
 
 from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from torch import nn
+from torch.nn import functional as F
 
 from tests.hf_lora import lora_config
 from tests.live_memory import LiveMemory
@@ -73,6 +78,7 @@ class Case:
     """What is trained, and how."""
 
     family: str
+    """Of Hugging Face's, or "gpt", with DeepSpeed's MoE layers."""
     zero: int
     checkpointing: bool = False
     samples: int = 2
@@ -82,8 +88,9 @@ class Case:
     optimizer: str = "torch_adam"
     ep: int = 2
     esp: int = 1
-    load: float = 1.0
-    """Rows at the first half of the ranks, over the mean."""
+    load: float | None = 1.0
+    """Rows at the first half of the ranks, over the mean; None: as the router chooses."""
+    micro_batches: int = 1
     prefetch: int = PREFETCH
     """The elements of a message of ZeRO 3 that is sent ahead."""
     lora: int = 0
@@ -100,6 +107,45 @@ class Case:
 
 
 _DEFAULTS = asdict(Case("", -1))
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.moe = MoE(width, Expert(width), num_experts=4, ep_size=2, k=2, capacity_factor=1.25)
+
+    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
+        heads = [each.unflatten(-1, (4, -1)).transpose(1, 2) for each in self.qkv(self.norm_1(x_BLM)).chunk(3, -1)]
+        y_BHLm = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x_BLM = x_BLM + self.out(y_BHLm.transpose(1, 2).flatten(-2))
+        return x_BLM + self.moe(self.norm_2(x_BLM))[0]
+
+
+class GPT(nn.Module):
+    """A GPT with DeepSpeed's MoE layers."""
+
+    def __init__(self, width: int = 128, depth: int = 4, vocabulary: int = 1000) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x_BLM = self.embed(input_ids)
+        for block in self.blocks:
+            x_BLM = block(x_BLM)
+        return F.cross_entropy(self.head(x_BLM).float().flatten(0, 1), labels.flatten())
 
 
 def config_of(family: str, **other: Any) -> Any:
@@ -123,13 +169,15 @@ def ds_config(case: Case) -> dict[str, Any]:
     adam = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     if case.offload:
         zero["offload_optimizer"] = {"device": "cpu"}
+    spread = {} if case.family == "gpt" else {"ep_size": case.ep, "expert_tensor_parallel_size": case.esp}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.samples,
+        "gradient_accumulation_steps": case.micro_batches,
         "optimizer": adam if case.optimizer == "torch_adam" else {"type": "SGD", "params": {"lr": 0.1}},
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
-        "fsmoe": {"enabled": True, "ep_size": case.ep, "expert_tensor_parallel_size": case.esp} | case.block,
+        "fsmoe": {"enabled": True} | spread | case.block,
     }
     if case.offload:
         config["zero_force_ds_cpu_optimizer"] = False  # its own is compiled, and keeps the same
@@ -168,6 +216,12 @@ def spread(load: float) -> Any:
     return chosen
 
 
+def spread_rows(engine: Any, load: float) -> None:
+    """Give all layers of an engine such choices."""
+    for each in engine.fsmoe.layers.values():
+        each.register_forward_pre_hook(spread(load))
+
+
 def count_lanes(engine: Any, memory: LiveMemory) -> None:
     """Count what the lanes of an engine make as well."""
 
@@ -188,44 +242,91 @@ def on_the_host(optimizer: Any) -> int:
     return sum(storages.values())
 
 
-def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str, int]:
-    """The peak of the second step of a case, in bytes, what lived then if that is asked for, and what the host keeps,
-    which is not in the peak."""
+def model_of(case: Case) -> nn.Module:
     from transformers import AutoModelForCausalLM
+
+    if case.family == "gpt":
+        return GPT()
+    model = AutoModelForCausalLM.from_config(config_of(case.family))
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    return with_adapters(model, case) if case.lora else model
+
+
+@contextmanager
+def counted_beside(memory: LiveMemory) -> Iterator[None]:
+    """Count what messages make that travel beside the caller, too."""
+    from ds_fsmoe.gradients.background_lane import BackgroundThreads
+
+    give = BackgroundThreads._give
+
+    def counted(self: Any, between: bool, step: Any, after: Any) -> Any:
+        def run() -> None:
+            with memory.in_this_thread():
+                step()
+
+        return give(self, between, run, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundThreads, "_give", counted)
+        yield
+
+
+def peaks_of(
+    case: Case,
+    rank: int,
+    world_size: int,
+    stock: bool = False,
+    steps: int = 2,
+    with_places: bool = False,
+    beside: bool = False,
+) -> tuple[list[int], str, int]:
+    """The peaks of the steps of a case, in bytes, what lived at the last one's if that is asked for, and what the host
+    keeps, which is in all peaks; ``beside``: with what messages make."""
+    import deepspeed
 
     import ds_fsmoe
 
-    with LiveMemory(with_places) as memory:
+    peaks = []
+    with LiveMemory(with_places) as memory, counted_beside(memory) if beside else nullcontext():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(case.family))
-        if case.checkpointing:
-            model.gradient_checkpointing_enable()
-        if case.lora:
-            model = with_adapters(model, case)
+        model, config = model_of(case), ds_config(case)
+        if stock:
+            del config["fsmoe"]
         parameters = [each for each in model.parameters() if each.requires_grad]
-        engine = ds_fsmoe.initialize(model=model, model_parameters=parameters, config=ds_config(case))[0]
+        initialize = deepspeed.initialize if stock else ds_fsmoe.initialize
+        engine = initialize(model=model, model_parameters=parameters, config=config)[0]
         del parameters
-
-        count_lanes(engine, memory)
-        layers = [*engine.fsmoe.layers.values()]
-        for each in layers:
-            each.register_forward_pre_hook(spread(case.load))
-        for step in range(2):
+        if not stock:
+            count_lanes(engine, memory)
+            if case.load is not None:
+                spread_rows(engine, case.load)
+        for step in range(steps):
             # What a first call is told is in a ring, and holds the call before it: the collector takes one at a time.
-            for _ in range(2 * len(layers)):
+            for _ in range(16):
                 gc.collect()
             memory.begin_again()
-            generator = torch.Generator().manual_seed(step * world_size + rank)
-            x = torch.randint(3, 900, (case.samples, case.length), generator=generator)
-            loss = engine(input_ids=x, labels=x).loss
-            engine.backward(loss)
-            del loss
-            engine.step()
+            for micro in range(case.micro_batches):
+                generator = torch.Generator().manual_seed((step * 7 + micro) * world_size + rank)
+                x = torch.randint(3, 900, (case.samples, case.length), generator=generator)
+                loss = engine(input_ids=x, labels=x)
+                loss = getattr(loss, "loss", loss)
+                engine.backward(loss)
+                del loss
+                engine.step()
+            peaks.append(memory.peak)
         host = on_the_host(engine.optimizer) if case.offload else 0
+        at_peak = memory.at_peak()
         engine.destroy()
-        del engine, model, layers
+        del engine, model
     gc.collect()
-    return memory.peak - host, memory.at_peak(), host
+    return peaks, at_peak, host
+
+
+def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str, int]:
+    """The peak of the second step of a case without what the host keeps, what lived then, and what the host keeps."""
+    peaks, at_peak, host = peaks_of(case, rank, world_size, with_places=with_places)
+    return peaks[-1] - host, at_peak, host
 
 
 def kept_by_a_block(case: Case) -> float:
@@ -240,10 +341,9 @@ def kept_by_a_block(case: Case) -> float:
             model = AutoModelForCausalLM.from_config(config_of(case.family, num_hidden_layers=num_blocks))
             engine = ds_fsmoe.initialize(model=model, model_parameters=model.parameters(), config=ds_config(case))[0]
             count_lanes(engine, memory)
-            for each in engine.fsmoe.layers.values():
-                each.register_forward_pre_hook(spread(case.load))
+            spread_rows(engine, case.load or 1.0)
             x = torch.randint(3, 900, (case.samples, case.length))
-            for _ in range(4):  # what the first calls make stays: it is in no later call
+            for _ in range(3):  # what the first calls make stays: it is in no later call
                 for _ in range(2 * num_blocks):  # see peak_of
                     gc.collect()
                 before = memory.live

@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.gradient_cases import LOOPS, Run, compare, train, training
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw
+from tests.small_model import Case, SmallModel
+from tests.small_model import batch as small_batch
 from tests.test_gradients_against_stock import BY_RULE, STAGES
+from tests.waiting import LIMIT_S
+
+ALL_USED = {"enabled": True, "deterministic": True, "gradient_partition": {"mode": "adaptive", "all_used": True}}
 
 
 def held_besides(reducer: Any) -> int:
@@ -50,9 +56,11 @@ def held_twice(rank: int, world_size: int, runs: list[Run]) -> list[tuple[int, i
 
 
 def test_no_gradient_is_held_beside_the_buffer(tmp_path: Path) -> None:
-    runs = [Run(stage, mode="fixed_chunk", block=BY_RULE, accumulation=1 + stage % 2) for stage in STAGES]
+    runs = [Run(stage, mode="fixed_chunk", block=BY_RULE, accumulation=1 + stage % 2, steps=3) for stage in STAGES]
     # The wire's type is another than the gradients' there.
-    runs += [Run(stage, "bf16", config=(("communication_data_type", "fp32"),), block=BY_RULE) for stage in (0, 2)]
+    wire = (("communication_data_type", "fp32"),)
+    runs += [Run(stage, "bf16", config=wire, block=BY_RULE, steps=3) for stage in (0, 2)]
+    runs = draw("held", runs, 2)
     for of_runs in run_on_ranks(held_twice, 2, tmp_path, runs):
         assert len(of_runs) == len(runs)
         for run, (beside, total) in zip(runs, of_runs, strict=True):
@@ -89,9 +97,66 @@ def breaks_off(rank: int, world_size: int, stage: int, by_engine: bool) -> list[
     return compare(script.seen, undisturbed) + ([] if rounds == run.steps else [f"{rounds} rounds"])
 
 
-@sampled(("stage", "by_engine"), [(0, True), (1, False)], kept=[1])
-def test_a_backward_that_ends_in_an_error_leaves_nothing_in_the_next(
-    stage: int, by_engine: bool, tmp_path: Path
-) -> None:
+def test_a_backward_that_ends_in_an_error_leaves_nothing_in_the_next(tmp_path: Path) -> None:
+    [(stage, by_engine)] = draw("breaks off", [(0, True), (1, False)], 1)
     for wrong in run_on_ranks(breaks_off, 2, tmp_path, stage, by_engine):
         assert not wrong
+
+
+# ---- where every parameter is known to be used
+
+
+def make_engine(rank: int) -> Any:
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    model = SmallModel(Case(ep_size=2, k=2), rank)
+    model.spare = nn.Parameter(torch.ones(5))
+    config = Case(ep_size=2, k=2).ds_config(fsmoe=ALL_USED)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step(engine: Any, number: int, spare: bool) -> None:
+    loss, y_BLM = engine(*small_batch(number, 0, torch.float32))
+    # Used at the end of the forward, its gradient comes first; used at the start, it comes last.
+    use = engine.module.spare.sum()
+    engine.backward(loss + use * (y_BLM.sum() if spare else 0.0) + 0.0 * use)
+
+
+def where_gradients_lie(rank: int, world_size: int) -> tuple[bool, list[tuple[int, ...]]]:
+    engine = make_engine(rank)
+    reducer = engine.fsmoe.reduction.reducer
+    step(engine, 0, spare=True)
+    held = [each for flat in reducer.flats for each in flat._reduced if each is not None]
+    once = not held and all(each.grad is not None for each in reducer.parameters)
+    engine.step()
+    return once, [tuple(each.extra.shape) for each in reducer.flats]
+
+
+def test_where_all_are_used_there_is_no_second_copy_and_nothing_to_tell(tmp_path: Path) -> None:
+    for once, extras in run_on_ranks(where_gradients_lie, 2, tmp_path):
+        assert once
+        assert set(extras) == {(0,)}
+
+
+def come_twice(rank: int, world_size: int) -> None:
+    engine = make_engine(rank)
+    for number in range(2):
+        step(engine, number, spare=True)
+        engine.step()
+    reducer = engine.fsmoe.reduction.reducer
+    assert reducer.plan.hidden() > 0
+    # Behind the backward's windows, as a gradient that comes again would.
+
+    def comes_again(*_: Any) -> None:
+        engine.module.spare.grad = torch.ones_like(engine.module.spare)
+        reducer.ready(engine.module.spare)
+
+    engine.module.first.register_full_backward_hook(comes_again)
+    step(engine, 2, spare=True)
+
+
+def test_a_gradient_that_comes_late_after_all_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"\[\(5,\)\] came after their slices were sent") as caught:
+        run_on_ranks(come_twice, 2, tmp_path, grace_s=LIMIT_S)
+    assert str(caught.value).count("although fsmoe.gradient_partition.all_used = true: remove it") == 2

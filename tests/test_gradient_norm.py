@@ -16,7 +16,7 @@ from ds_fsmoe.gradients.norm import clip_by_norm
 from tests.hf_families import model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw
 from tests.small_model import Case, SmallModel, batch
 
 STEPS = 2
@@ -82,8 +82,8 @@ def test_gradients_below_the_limit_are_not_touched_and_others_are_scaled_down_to
     assert parameters[2].grad is None
 
 
-@sampled(("dtype", "clipping"), [("fp32", 0.05), ("bf16", 0.05), ("fp32", 100.0)], kept=[0])
-def test_the_norm_does_not_depend_on_how_experts_are_spread(dtype: str, clipping: float, tmp_path: Path) -> None:
+def test_the_norm_does_not_depend_on_how_experts_are_spread(tmp_path: Path) -> None:
+    [dtype], clipping = draw("norms", ["fp32", "bf16"], 1), 0.05
     of_ranks = run_on_ranks(compare_spreads, 4, tmp_path, dtype, clipping)
     for spread, of_rank in zip(SPREADS, zip(*of_ranks, strict=True), strict=True):
         reported, true, _ = of_rank[0]
@@ -93,7 +93,7 @@ def test_the_norm_does_not_depend_on_how_experts_are_spread(dtype: str, clipping
     for reported, _, checksum in of_ranks[0][1:]:
         assert reported == pytest.approx(of_ranks[0][0][0], rel=rounding)
         assert checksum == pytest.approx(of_ranks[0][0][2], rel=rounding)
-    assert (min(of_ranks[0][0][0]) > clipping) == (clipping < 1), "gradients are to be clipped, or not, in every step"
+    assert min(of_ranks[0][0][0]) > clipping, "gradients are to be clipped in every step"
 
 
 def warned(rank: int, world_size: int) -> list[bool]:

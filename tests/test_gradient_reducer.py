@@ -31,7 +31,6 @@ from ds_fsmoe.planning.decide.gradient_plan import (
 )
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
 from tests.waiting import pause
 
 SIZES = (13, 7, 1, 29, 11, 3)
@@ -223,25 +222,19 @@ def check_messages(outcomes: Sequence[tuple[Any, dict[tuple[int, ...], list], in
             assert of_rank == outcomes[ranks[0]][1][ranks], f"ranks {ranks[0]} and {rank} sent different messages"
 
 
-def calm_and_delayed(rank: int, world_size: int, mode: str, kinds: str) -> list[Any]:
-    return [go_through(rank, world_size, mode, kinds, delays) for delays in (False, True)]
+def calm_and_delayed(rank: int, world_size: int, modes: Sequence[str], kinds: str) -> list[list[Any]]:
+    return [[go_through(rank, world_size, mode, kinds, delays) for delays in (False, True)] for mode in modes]
 
 
-@pytest.mark.parametrize("mode", [*MODES, "both"])
-def test_sums_are_exact_and_messages_alike_whatever_arrives_when(mode: str, tmp_path: Path) -> None:
-    calm, delayed = zip(*run_on_ranks(calm_and_delayed, 2, tmp_path, mode, "one group"), strict=True)
-    check_messages(calm)
-    assert calm[0][2] > 0  # something was late, or the test shows nothing
-    assert delayed == calm
-
-
-@sampled("mode", ["adaptive", "both"], kept=[1])
-def test_sums_are_exact_over_two_kinds_of_groups(mode: str, tmp_path: Path) -> None:
-    calm, delayed = zip(*run_on_ranks(calm_and_delayed, 4, tmp_path, mode, "two groups"), strict=True)
-    check_messages(calm)
-    assert calm[0][2] > 0
-    assert {len(ranks) for ranks in calm[0][1]} == {2, 4}
-    assert delayed == calm
+@pytest.mark.parametrize(("world_size", "kinds"), [(2, "one group"), (4, "two groups")])
+def test_sums_are_exact_and_messages_alike_whatever_arrives_when(world_size: int, kinds: str, tmp_path: Path) -> None:
+    modes = [*MODES, "both"] if world_size == 2 else ["both"]
+    for of_mode in zip(*run_on_ranks(calm_and_delayed, world_size, tmp_path, modes, kinds), strict=True):
+        calm, delayed = zip(*of_mode, strict=True)
+        check_messages(calm)
+        assert calm[0][2] > 0  # something was late, or the test shows nothing
+        assert {len(ranks) for ranks in calm[0][1]} == {2, world_size}
+        assert delayed == calm
 
 
 def look_and_look_again(rank: int, world_size: int) -> list[list[tuple[int, int]]]:
@@ -289,11 +282,6 @@ def forgotten(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_gradients_from_before_and_unannounced_ones_count(tmp_path: Path) -> None:
-    for wrong in run_on_ranks(forgotten, 2, tmp_path):
-        assert not wrong
-
-
 def abandoned(rank: int, world_size: int) -> list[str]:
     """A backward that ends in an error on all ranks, and is begun anew."""
     bench = Bench("both")
@@ -309,9 +297,47 @@ def abandoned(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
-def test_a_backward_that_was_given_up_leaves_nothing_behind(tmp_path: Path) -> None:
-    for wrong in run_on_ranks(abandoned, 2, tmp_path):
+@pytest.mark.parametrize("backwards", [forgotten, abandoned])
+def test_unannounced_gradients_count_and_those_of_a_backward_that_was_given_up_do_not(
+    backwards: Callable[[int, int], list[str]], tmp_path: Path
+) -> None:
+    assert run_on_ranks(backwards, 2, tmp_path) == [[], []]
+
+
+LAYERS = ("c", "b", "a")
+
+
+def parcels_of_layers(rank: int, world_size: int) -> list[list[Any]]:
+    """What is sent inside each layer: in a round that all ranks go through, and in one in which the last skips "c"."""
+    bench = Bench("both")
+    found = []
+    for skipped in (None, None, None, "c"):
+        of_layers: dict[str, Any] = {}
+        for number, label in enumerate(LAYERS):
+            for at in (5 - 2 * number, 4 - 2 * number):
+                bench.parameters[at].grad = bench.gradient(at, rank)
+                bench.reducer.ready(bench.parameters[at])
+            if label == skipped and rank == world_size - 1:
+                continue
+            of_layers[label] = bench.reducer.open(label)
+            for parcel in of_layers[label]:
+                for task in bench.reducer.tasks(parcel):
+                    bench.reducer.send(parcel, task)
+            bench.reducer.close()
+        found.append([of_layers, bench.finish([list(range(6))] * world_size)])
+    return found
+
+
+def test_a_rank_that_skips_a_layer_sends_the_same_inside_the_others(tmp_path: Path) -> None:
+    first, last = run_on_ranks(parcels_of_layers, 2, tmp_path)
+    for *_, (whole, no_errors), (of_layers, wrong) in (first, last):
+        assert whole["b"]
+        assert of_layers["b"] == whole["b"]
+        assert of_layers["a"] == whole["a"]
+        assert not no_errors
         assert not wrong
+    assert "c" in first[-1][0]
+    assert "c" not in last[-1][0]
 
 
 def alone(rank: int, world_size: int) -> list[str]:
@@ -326,13 +352,3 @@ def alone(rank: int, world_size: int) -> list[str]:
 
 def test_one_rank_is_enough(tmp_path: Path) -> None:
     assert run_on_ranks(alone, 1, tmp_path) == [[]]
-
-
-@pytest.mark.parametrize("all_used", [False, True])
-def test_the_last_buffer_has_room_for_the_marks(all_used: bool) -> None:
-    flats = [
-        FlatGradients(GRAD, [nn.Parameter(torch.zeros(3))], torch.float32, None, Scaling(), CPU)  # type: ignore[arg-type]
-        for _ in range(2)
-    ]
-    GradientReducer(flats, lambda p: p.grad, lambda: True, plan_of("adaptive"), set_gradient, all_used=all_used)
-    assert [len(each.extra) for each in flats] == [0, 0 if all_used else 4]

@@ -25,9 +25,9 @@ from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
+from tests.samples import draw, sampled
 from tests.test_hugging_face import ds_config, engine_of
 
-LAYOUTS = [(2, 2), (4, 2)]
 DOWN = "model.layers.0.mlp.experts.down_proj"
 EXPERTS = 4
 
@@ -57,61 +57,53 @@ def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 # ---- gathered, rank 0 changes
 
 
-def change_within(engine: Any, modifier: int | None) -> None:
+def read_within(engine: Any, wanted: dict[str, torch.Tensor]) -> None:
+    """Each parameter is whole within; an error there leaves the part."""
+    from deepspeed import zero
+
+    for name, parameter in named(engine).items():
+        with zero.GatheredParameters(parameter):
+            assert type(parameter.data) is torch.Tensor
+            assert torch.equal(parameter.data, wanted[name]), name
+    with pytest.raises(RuntimeError, match="stop"), zero.GatheredParameters(named(engine)[DOWN], modifier_rank=0):
+        raise RuntimeError("stop")
+
+
+def change_within(engine: Any, modifier: int) -> None:
     from deepspeed import zero
 
     parameters = list(engine.module.parameters())
     with zero.GatheredParameters(parameters, modifier_rank=modifier), torch.no_grad():
-        shapes = {name: tuple(each.shape) for name, each in named(engine).items()}
-        assert shapes[DOWN][0] == EXPERTS
+        assert named(engine)[DOWN].shape[0] == EXPERTS
         if dist.get_rank() == modifier:
             for each in parameters:
                 each.data.mul_(0.5)
             named(engine)[DOWN][EXPERTS - 1] += 1.0
 
 
-def changes(rank: int, world: int, ep: int) -> dict[str, float]:
+def changes(rank: int, world: int, cases: list[tuple[int, int]]) -> dict[str, float]:
     found = {}
-    for stage in range(4):
-        for modifier in (0, world - 1):
-            engine = make(stage, ep)
-            wanted = {name: each * 0.5 for name, each in whole_of(engine).items() if ".experts." in name}
-            wanted[DOWN][EXPERTS - 1] += 1.0
-            change_within(engine, modifier)
-            now = whole_of(engine)
-            found[f"stage {stage} modifier {modifier}"] = furthest({name: now[name] for name in wanted}, wanted)
-            shape = named(engine)[DOWN].shape
-            assert shape[0] in (0, EXPERTS // ep), shape
-            engine.destroy()
-    return found
-
-
-@pytest.mark.parametrize(("world", "ep"), LAYOUTS)
-def test_a_change_of_one_rank_to_gathered_experts_reaches_all_ranks(world: int, ep: int, tmp_path: Path) -> None:
-    for found in run_on_ranks(changes, world, tmp_path, ep):
-        assert max(found.values()) < 1e-6, found
-
-
-def reads(rank: int, world: int) -> None:
-    from deepspeed import zero
-
-    for stage in (1, 3):
+    for stage, modifier in cases:
         engine = make(stage, 2)
-        wanted = whole_of(engine)
-        for name, parameter in named(engine).items():
-            with zero.GatheredParameters(parameter):
-                assert type(parameter.data) is torch.Tensor
-                assert torch.equal(parameter.data, wanted[name]), name
-        with pytest.raises(RuntimeError, match="stop"), zero.GatheredParameters(named(engine)[DOWN], modifier_rank=0):
-            raise RuntimeError("stop")
+        before = whole_of(engine)
+        read_within(engine, before)
+        wanted = {name: each * 0.5 for name, each in before.items() if ".experts." in name}
+        wanted[DOWN][EXPERTS - 1] += 1.0
+        change_within(engine, modifier)
+        now = whole_of(engine)
+        found[f"stage {stage} modifier {modifier}"] = furthest({name: now[name] for name in wanted}, wanted)
+        assert named(engine)[DOWN].shape[0] in (0, EXPERTS // 2)
         x = batch(rank, 1)
         engine.backward(engine(input_ids=x, labels=x).loss)
         engine.step()
         engine.destroy()
+    return found
 
 
-def test_gathered_experts_are_read_whole_and_an_error_within_leaves_the_part(tmp_path: Path) -> None:
-    run_on_ranks(reads, 2, tmp_path)
+def test_gathered_experts_are_whole_and_a_change_of_one_rank_to_them_reaches_all_ranks(tmp_path: Path) -> None:
+    cases = [*draw("gathered", [(0, 3), (1, 0), (2, 3)], 1), *draw("gathered at 3", [(3, 0), (3, 3)], 1)]
+    for found in run_on_ranks(changes, 4, tmp_path, cases):
+        assert max(found.values()) < 1e-6, found
 
 
 # ---- a loss on weights
@@ -183,11 +175,11 @@ def losses_on_weights(rank: int, world: int, ep: int, stages: list[int], chunks:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "ep", "chunks"), [(2, 2, True), (4, 2, False), (2, 1, False), (4, 4, False)])
+@sampled(("world", "ep", "chunks"), [(2, 2, True), (4, 2, False), (2, 1, False), (4, 4, False)])
 def test_a_loss_on_weights_has_the_value_and_gradient_that_stock_gives_it(
     world: int, ep: int, chunks: bool, tmp_path: Path
 ) -> None:
-    stages = [0, 1, 2, 3] if world == 2 else [0, 2, 3]
+    stages = [*draw("a loss on weights", [0, 1, 2], 1), 3]
     for found in run_on_ranks(losses_on_weights, world, tmp_path, ep, stages, chunks, limit_s=400):
         assert max(found.values()) < 2e-5, found
 
@@ -238,17 +230,16 @@ def masked(engine: Any, p: nn.Parameter) -> None:
 
 def errors_of(rank: int, world: int) -> dict[str, str]:
     found = {}
-    for stage in (0, 2):
-        engine = make(stage, 2)
-        before = whole_of(engine)
-        for what, use in refused(engine).items():
-            try:
-                use()
-                found[f"{what} {stage}"] = "nothing"
-            except Exception as error:
-                found[f"{what} {stage}"] = f"{type(error).__name__}: {error}"
-        assert furthest(whole_of(engine), before) == 0
-        engine.destroy()
+    engine = make(*draw("errors", [0, 2], 1), 2)
+    before = whole_of(engine)
+    for what, use in refused(engine).items():
+        try:
+            use()
+            found[what] = "nothing"
+        except Exception as error:
+            found[what] = f"{type(error).__name__}: {error}"
+    assert furthest(whole_of(engine), before) == 0
+    engine.destroy()
     return found
 
 
@@ -407,9 +398,9 @@ def test_a_parameter_from_before_is_the_models_or_an_error_and_its_hooks_are_ref
     run_on_ranks(before, 2, tmp_path)
 
 
-def masks(rank: int, world: int, ep: int, stage: int, enabled: bool) -> dict[str, torch.Tensor]:
+def masks(rank: int, stage: int, enabled: bool) -> dict[str, torch.Tensor]:
     """Train two of four experts, by a hook that is put on where the experts are known."""
-    engine = make(stage, ep, enabled=enabled)
+    engine = make(stage, 2, enabled=enabled)
     p = named(engine)[DOWN]
     mask = torch.tensor([0.0, 1.0, 1.0, 0.0]).view(-1, 1, 1)
     own = ds_fsmoe.own_experts_of(p) or [*range(EXPERTS)]
@@ -423,9 +414,13 @@ def masks(rank: int, world: int, ep: int, stage: int, enabled: bool) -> dict[str
     return found
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+def stocks_and_ours(rank: int, world: int, stage: int) -> list[dict[str, torch.Tensor]]:
+    return [masks(rank, stage, enabled) for enabled in (False, True)]
+
+
+@sampled("stage", [0, 2])
 def test_a_hook_on_a_part_sees_the_experts_of_this_rank(stage: int, tmp_path: Path) -> None:
-    stock, ours = (run_on_ranks(masks, 2, tmp_path / str(on), 2, stage, on)[0] for on in (False, True))
+    [(stock, ours), _] = run_on_ranks(stocks_and_ours, 2, tmp_path, stage)
     assert furthest(ours, stock) < 1e-5
     moved = (ours[DOWN] - dict(model_of("olmoe").named_parameters())[DOWN]).abs().amax(dim=(1, 2))
     assert [each > 0 for each in moved.tolist()] == [False, True, True, False]

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -80,15 +79,13 @@ def check(cases: list[Case], world_size: int, folder: Path) -> None:
     assert not wrong
 
 
-WITH_FEW_TOKENS = [
-    Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=1000),
-    Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=2_000_000),
-]
-"""Peaks with all parameters gathered: with messages of almost nothing, and with one of all."""
+def with_few_tokens(prefetch: int) -> Case:
+    """A peak with all parameters gathered, with messages of so many elements."""
+    return Case("olmoe", 3, samples=1, length=16, optimizer="sgd", prefetch=prefetch)
 
 
-def test_the_peak_at_stage_3_is_as_predicted_with_messages_of_any_size(tmp_path: Path) -> None:
-    check(WITH_FEW_TOKENS, 2, tmp_path)
+def test_the_peak_at_stage_3_is_as_predicted_with_one_message_of_all(tmp_path: Path) -> None:
+    check([with_few_tokens(2_000_000)], 2, tmp_path)
 
 
 BLOCKS = [
@@ -97,40 +94,28 @@ BLOCKS = [
 ]
 
 
-def kept_by_blocks(rank: int, world_size: int) -> list[float]:
-    return [kept_by_a_block(each) for each in BLOCKS]
+def kept(rank: int, world_size: int, case: Case) -> float:
+    return kept_by_a_block(case)
 
 
-def test_a_block_keeps_for_its_backward_what_is_predicted(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(kept_by_blocks, 2, tmp_path)
-    for number, case in enumerate(BLOCKS):
-        model = read_hf_config(config_of(case.family, num_hidden_layers=3).to_dict())
-        keeps = block_keeps(model.blocks[-1], model.M, groups_of(case, 2), training_of(case, case.load))
-        for of_rank in of_ranks:
-            assert of_rank[number] == pytest.approx(sum(keeps.values()), rel=3e-3), case.name
+@sampled("case", BLOCKS, ids=lambda case: case.family)
+def test_a_block_keeps_for_its_backward_what_is_predicted(case: Case, tmp_path: Path) -> None:
+    model = read_hf_config(config_of(case.family, num_hidden_layers=3).to_dict())
+    keeps = block_keeps(model.blocks[-1], model.M, groups_of(case, 2), training_of(case, 1.0))
+    assert run_on_ranks(kept, 2, tmp_path, case) == [pytest.approx(sum(keeps.values()), rel=3e-3)] * 2
 
 
-SOME = [
-    Case("gpt_oss", 1, checkpointing=True),
-    Case("mixtral", 2, checkpointing=True, load=1.5),
-    Case("deepseek_v3", 3, dtype="bf16", samples=3, length=61),
-    Case("olmoe", 1, samples=4, block=IN_HALVES),
-    Case("qwen3_moe", 2, checkpointing=True, samples=5, length=101, block=IN_HALVES),
-]
-"""The stages of ZeRO, both types, three ways of attention, ranks with unequal rows, and halves in turns."""
-
-
-def of_family(family: str) -> list[Case]:
-    return [Case(family, zero, checkpointing) for zero, checkpointing in ALL]
-
-
-@pytest.mark.long
-@sampled(("cases",), [(SOME,), *((of_family(each),) for each in FAMILIES)], kept=[0])
-def test_the_peak_of_a_rank_is_as_predicted(cases: list[Case], tmp_path: Path) -> None:
-    check(cases, 2, tmp_path)
-
-
-OTHERS: dict[str, list[Case]] = {
+KINDS: dict[str, list[Case]] = {
+    # The stages of ZeRO, both types, three ways of attention, ranks with unequal rows, and halves in turns.
+    "some of each": [
+        Case("gpt_oss", 1, checkpointing=True),
+        Case("mixtral", 2, checkpointing=True, load=1.5),
+        Case("deepseek_v3", 3, dtype="bf16", samples=3, length=61),
+        Case("olmoe", 1, samples=4, block=IN_HALVES),
+        Case("qwen3_moe", 2, checkpointing=True, samples=5, length=101, block=IN_HALVES),
+    ],
+    "families": [Case(family, *how) for family in FAMILIES for how in ALL],
+    "messages of almost nothing": [with_few_tokens(1000)],
     "bf16": [Case(each, zero, c, 3, 101, "bf16") for each in ("olmoe", "gpt_oss") for zero, c in ALL],
     "gradients in fp32": [Case("olmoe", zero, True, 2, 90, "bf16", "fp32") for zero in (1, 2, 3)],
     "no optimizer states": [Case("qwen3_moe", zero, True, 2, 110, optimizer="sgd") for zero in (0, 2)],
@@ -150,26 +135,18 @@ OTHERS: dict[str, list[Case]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", OTHERS)
-def test_the_peak_is_as_predicted_with(what: str, tmp_path: Path) -> None:
-    check(OTHERS[what], 2, tmp_path)
+OF_TWO = [each for cases in KINDS.values() for each in cases]
+WITH_REPLICAS = [Case("mixtral", *how, length=60) for how in ALL]
+"""On four ranks: of experts on other ranks."""
 
 
-@pytest.mark.slow
-def test_the_peak_is_as_predicted_with_replicas_of_experts_on_other_ranks(tmp_path: Path) -> None:
-    check([Case("mixtral", zero, checkpointing, length=60) for zero, checkpointing in ALL], 4, tmp_path)
+@pytest.mark.long
+@sampled("case", OF_TWO, drawn=5, ids=lambda case: case.name)
+def test_the_peak_of_a_rank_is_as_predicted(case: Case, tmp_path: Path) -> None:
+    check([case], 2, tmp_path)
 
 
-def at_the_peak(rank: int, world_size: int, case: Case) -> Any:
-    return peak_of(case, rank, world_size, with_places=True)
-
-
-@pytest.mark.slow
-def test_what_lives_at_the_peak_can_be_looked_at(tmp_path: Path) -> None:
-    for peak, listed, _ in run_on_ranks(at_the_peak, 2, tmp_path, Case("mixtral", 0)):
-        sizes = [int(line.split()[0].replace(",", "")) for line in listed.splitlines()]
-        assert sum(sizes) == peak
-        assert sizes == sorted(sizes, reverse=True)
-        assert "modeling_mixtral.py" in listed
-        assert "stacked_forms.py" in listed
+@pytest.mark.long
+@sampled("case", WITH_REPLICAS, ids=lambda case: case.name)
+def test_the_peak_is_as_predicted_with_replicas_of_experts_on_other_ranks(case: Case, tmp_path: Path) -> None:
+    check([case], 4, tmp_path)

@@ -24,6 +24,7 @@ from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
+from tests.samples import draw
 from tests.small_model import BATCH, LENGTH, WIDTH
 from tests.test_pipeline_stages import Dense, WithExperts
 
@@ -90,12 +91,17 @@ TARGETS = [
     Layout(2, 1, 1, "bf16"),
     Layout(2, 1, 0, "fp32", 2),
 ]
-SAMPLE = [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4)]
-MANY = [
+OTHERS = [
     (source, target)
     for source, each in enumerate(SOURCES)
     for target, layout in enumerate(TARGETS)
-    if layout != each.layout and (layout.ranks < 4 or (source + target) % 3 == 0)
+    if layout != each.layout and (layout.ranks < 4 or (source + target) % 3 == 0) and (source, target) != (0, 1)
+]
+# The tests below look at the first source as well, and at one with weights in common.
+MOVES = [
+    (0, 1),
+    *draw("moves of stages", OTHERS, 2),
+    *draw("moves of shared weights", [each for each in OTHERS if each[0] in (3, 4)], 1),
 ]
 
 
@@ -179,36 +185,24 @@ def save_and_move(
     return before, after
 
 
-@pytest.fixture(
-    scope="module",
-    params=[SAMPLE, pytest.param(MANY, marks=pytest.mark.slow)],
-    ids=["a few moves", "every move"],
-)
-def moved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
     """Sources, each in some of the targets."""
     root = tmp_path_factory.mktemp("moved")
     before, after = {}, {}
-    needed = {source for source, _ in request.param}
-    for ranks in (1, 2, 4):
-        sources = [each for each in sorted(needed) if SOURCES[each].layout.ranks == ranks]
-        # What is to be moved has to be saved by now; the rest follows below.
-        saved = {*before, *sources}
-        pairs = [pair for pair in request.param if TARGETS[pair[1]].ranks == ranks and pair[0] in saved]
-        if sources or pairs:
-            found = run_on_ranks(
-                save_and_move, 2 * ranks, root / str(ranks), sources, pairs, str(root / "saved"), limit_s=600
-            )
-            assert all(each == found[0] for each in found)
+    needed = sorted({1, *(source for source, _ in MOVES)})
+    for ranks in (1, 2):
+        sources = [each for each in needed if SOURCES[each].layout.ranks == ranks]
+        if sources:
+            found = run_on_ranks(save_and_move, 2 * ranks, root / f"from{ranks}", sources, [], str(root / "saved"))
             before |= found[0][0]
+    for ranks in (1, 2, 4):
+        pairs = [pair for pair in dict.fromkeys(MOVES) if TARGETS[pair[1]].ranks == ranks]
+        if pairs:
+            found = run_on_ranks(save_and_move, 2 * ranks, root / f"to{ranks}", [], pairs, str(root / "saved"))
+            assert all(each == found[0] for each in found)
             after |= found[0][1]
-    rest = [pair for pair in request.param if pair not in after]
-    for ranks in sorted({TARGETS[target].ranks for _, target in rest}):
-        pairs = [pair for pair in rest if TARGETS[pair[1]].ranks == ranks]
-        found = run_on_ranks(
-            save_and_move, 2 * ranks, root / f"rest{ranks}", [], pairs, str(root / "saved"), limit_s=600
-        )
-        after |= found[0][1]
-    assert set(after) == set(request.param)
+    assert set(after) == set(MOVES)
     return root / "saved", before, after
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,11 @@ pytestmark = pytest.mark.long
 
 STEPS = 3
 TOLERANCE = 1e-6
-# Stage of ZeRO, what each of the two pipeline stages has, what is asked for.
 CHUNKED = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}}
 MICRO_OPS = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 900}}
-CASES = [
-    (0, ("moe", "moe"), CHUNKED),
-    (0, ("moe", "dense"), CHUNKED),
-    (0, ("dense", "moe"), {"enabled": True}),
-    (1, ("moe", "moe"), {"enabled": True}),
-    (0, ("moe", "dense"), MICRO_OPS),
-]
+EARLY = CHUNKED | {"deterministic": True, "autotune": False}
+TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
+UNASKED = {"enabled": True, "autotune": {"enabled": "auto", "trials": 1}, "num_chunks": {"max": 2}}
 
 
 class Dense(nn.Module):
@@ -143,7 +139,7 @@ def train(
             assert engine.fsmoe.num_layers == (stages[engine.stage_id] == "moe")
         if block == MICRO_OPS:
             assert all(min(each.pipeline.degrees) > 1 for each in engine.fsmoe.inner_layers.values())
-        if block is EARLY and engine.fsmoe.num_layers and engine.grid.data_parallel_size > 1:
+        if block == EARLY and engine.fsmoe.num_layers and engine.grid.data_parallel_size > 1:
             everything, early = engine.fsmoe.reduction.bytes_of_plan()
             assert 0 < early <= everything
         if block.get("autotune"):
@@ -157,159 +153,92 @@ def train(
     return seen
 
 
-def compare_with_stock(rank: int, world_size: int) -> list[str]:
+@dataclass(frozen=True)
+class Job:
+    """A pipeline, and what is asked for."""
+
+    stages: tuple[str, ...] = ("moe", "moe")
+    """What each has."""
+    zero: int = 0
+    block: dict[str, Any] = field(default_factory=lambda: EARLY)
+    how: dict[str, Any] = field(default_factory=dict)
+    """Of :func:`make_engine`."""
+    steps: int = STEPS
+    against: dict[str, Any] | None = None
+    """The block of what it is held against; stock without."""
+    zero_of_other: int | None = None
+
+    @property
+    def tolerance(self) -> float:
+        if self.block == {"enabled": True} and self.against is None:
+            return 0.0
+        return TOLERANCE if self.steps == STEPS else 20 * TOLERANCE
+
+
+NOT_TUNED = {"enabled": True, "autotune": False}
+BOTH, FIRST, LAST = ("moe", "moe"), ("moe", "dense"), ("dense", "moe")
+# Stock makes groups on stages with layers only, and no other engine can be made in the process after that: so what has
+# a stage without layers is held against stock behind what has none, at most twice; otherwise against ours.
+BATCHES = {
+    "chunks": [Job(block=CHUNKED), Job(FIRST, block=CHUNKED)],
+    "nothing asked for": [Job(zero=1, block={"enabled": True}), Job(LAST, block={"enabled": True})],
+    "micro ops": [Job(zero=1), Job(FIRST, block=MICRO_OPS)],
+    "micro-batches": [Job(how={"accumulation": 1}), Job(zero=1, how={"accumulation": 4}), Job(how={"accumulation": 7})],
+    "early beside a dense stage": [Job(zero=1, how={"accumulation": 1}), Job(FIRST, how={"accumulation": 7})],
+    "four stages": [Job(("moe",) * 4, how={"accumulation": n, "num_stages": 4}) for n in (1, 4, 7)],
+    "shared weights": [Job(zero=zero, how={"shares_weights": True}) for zero in (0, 1)],
+    "shared weights beside a dense stage": [Job(block=CHUNKED), Job(FIRST, how={"shares_weights": True})],
+    "sharded": [Job(block=CHUNKED | {"esp_size": 2}, how={"ep_size": 1})],
+    # Clipped to far less than gradients are, by the norm of all; DeepSpeed's own optimizer waits for ever there.
+    "clipped": [
+        Job(stages, 1, CHUNKED, {"clipping": 0.01}, against=CHUNKED, zero_of_other=0) for stages in (FIRST, LAST)
+    ],
+    # Plans are measured between batches and tried by whole ones.
+    "tuned": [Job(LAST, 1, TUNED, steps=40, against=NOT_TUNED)],
+    "tuned unasked": [Job(FIRST, 0, UNASKED, steps=40, against=NOT_TUNED)],
+    "tuned, of one schedule": [Job(zero=1, block=TUNED | {"schedule": "fsmoe"}, steps=40)],
+}
+
+
+def differing(rank: int, world_size: int, jobs: list[Job]) -> list[str]:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     found = []
-    for zero_stage, stages, block in CASES:
-        stocks, ours = train(rank, zero_stage, stages, None), train(rank, zero_stage, stages, block)
-        for name, theirs in stocks.items():
-            off = (ours[name] - theirs).abs().max().item()
-            if not off <= (0.0 if block == {"enabled": True} else TOLERANCE):
-                found.append(f"ZeRO {zero_stage}, {stages}: {name} differs by {off:.2g}")
+    for job in jobs:
+        zero = job.zero if job.zero_of_other is None else job.zero_of_other
+        theirs = train(rank, zero, job.stages, job.against, job.steps, **job.how)
+        ours = train(rank, job.zero, job.stages, job.block, job.steps, **job.how)
+        if job.how.get("shares_weights"):
+            assert "tied_modules.shared.weight" in theirs
+        for name, each in theirs.items():
+            if "experts" in name and "esp_size" in job.block:
+                continue  # of a shard
+            off = (ours[name] - each).abs().max().item()
+            if not off <= job.tolerance:
+                found.append(f"{job}: {name} differs by {off:.2g}")
     return found
 
 
-def test_a_pipeline_of_stages_trains_as_stock_does(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(compare_with_stock, 4, tmp_path)):
+@sampled("name", list(BATCHES), kept=[3], drawn=3)
+def test_a_pipeline_of_stages_trains_as_stock_does(name: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_on_ranks(differing, 4, tmp_path, BATCHES[name])):
         assert not found, f"rank {rank}: {found}"
 
 
-def shard(rank: int, world_size: int) -> list[float]:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    off = []
-    for stages in (("moe", "moe"), ("moe", "dense")):
-        stocks, ours = (train(rank, 0, stages, block) for block in (None, CHUNKED | {"esp_size": 2}))
-        off.append((ours["losses"] - stocks["losses"]).abs().max().item())
-    return off
-
-
-@pytest.mark.slow
-def test_stages_with_sharded_experts_train_as_stock_does(tmp_path: Path) -> None:
-    for off in run_on_ranks(shard, 8, tmp_path):
-        assert max(off) < TOLERANCE
-
-
-def what_is_said(rank: int, world_size: int, zero_stage: int, stages: tuple[str, ...]) -> str:
+def what_is_said(rank: int, world_size: int) -> str:
     import deepspeed
 
     from ds_fsmoe.layer.parts import LayerError
 
     deepspeed.init_distributed("gloo")
     with pytest.raises(LayerError) as caught:
-        train(rank, zero_stage, stages, {"enabled": True})
+        train(rank, 0, ("dense", "dense"), {"enabled": True})
     return str(caught.value)
 
 
 def test_stages_of_which_none_has_a_layer_are_refused_on_every_rank(tmp_path: Path) -> None:
-    assert all("no stage" in said for said in run_on_ranks(what_is_said, 4, tmp_path, 0, ("dense", "dense")))
-
-
-def without_layers(rank: int, world_size: int, stages: tuple[str, ...]) -> float:
-    """How far ZeRO 1 is from no ZeRO, where gradients are clipped to far less than they are."""
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    plain, zeros = (train(rank, zero_stage, stages, CHUNKED, clipping=0.01) for zero_stage in (0, 1))
-    return max((zeros[name] - each).abs().max().item() for name, each in plain.items())
-
-
-@sampled("stages", [("moe", "dense"), ("dense", "moe")], kept=[1])
-def test_at_zero_1_a_stage_without_layers_clips_by_the_norm_of_all(stages: tuple[str, ...], tmp_path: Path) -> None:
-    """DeepSpeed's own optimizer waits there for ever."""
-    assert max(run_on_ranks(without_layers, 4, tmp_path, stages)) < TOLERANCE
-
-
-EARLY = CHUNKED | {"deterministic": True, "autotune": False}
-
-
-def send_early(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...], int, int]]) -> list[str]:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    found = []
-    for zero_stage, stages, accumulation, num_stages in cases:
-        how = {"accumulation": accumulation, "num_stages": num_stages}
-        stocks, ours = (train(rank, zero_stage, stages, each, **how) for each in (None, EARLY))
-        for name, theirs in stocks.items():
-            off = (ours[name] - theirs).abs().max().item()
-            if not off <= TOLERANCE:
-                found.append(f"ZeRO {zero_stage}, {stages}, {how}: {name} differs by {off:.2g}")
-    return found
-
-
-@sampled(
-    "cases",
-    [
-        [(0, ("moe", "moe"), 1, 2), (1, ("moe", "moe"), 4, 2)],
-        # Stock makes groups on stages with layers only, so one where all have some comes first.
-        [(1, ("moe", "moe"), 1, 2), (0, ("moe", "dense"), 7, 2), (0, ("moe", "moe"), 7, 2)],
-        [(0, ("moe",) * 4, accumulation, 4) for accumulation in (1, 4, 7)],
-    ],
-    kept=[0],
-    ids=str,
-)
-def test_gradients_travel_in_the_last_micro_batchs_backward_and_sum_to_stocks(
-    cases: list[tuple[int, tuple[str, ...], int, int]], tmp_path: Path
-) -> None:
-    for rank, found in enumerate(run_on_ranks(send_early, 4, tmp_path, cases)):
-        assert not found, f"rank {rank}: {found}"
-
-
-def share(rank: int, world_size: int, cases: list[tuple[int, tuple[str, ...]]]) -> list[str]:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    found = []
-    for zero_stage, stages in cases:
-        stocks, ours = (train(rank, zero_stage, stages, each, shares_weights=True) for each in (None, EARLY))
-        assert "tied_modules.shared.weight" in stocks
-        for name, theirs in stocks.items():
-            off = (ours[name] - theirs).abs().max().item()
-            if not off <= TOLERANCE:
-                found.append(f"ZeRO {zero_stage}, {stages}: {name} differs by {off:.2g}")
-    return found
-
-
-def test_weights_that_stages_share_are_summed_over_stages_while_all_others_travel_early(tmp_path: Path) -> None:
-    cases = [(0, ("moe", "moe")), (1, ("moe", "moe")), (0, ("moe", "dense"))]
-    for rank, found in enumerate(run_on_ranks(share, 4, tmp_path, cases)):
-        assert not found, f"rank {rank}: {found}"
-
-
-TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
-UNASKED = {"enabled": True, "autotune": {"enabled": "auto", "trials": 1}, "num_chunks": {"max": 2}}
-
-
-def tune(rank: int, world_size: int, zero_stage: int, stages: tuple[str, ...], block: dict[str, Any]) -> float:
-    """How far a tuned run is from one that is not; from stock's where every stage has a layer: stock makes groups on
-    those stages alone, and no other engine can be made in the process after that."""
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    plain = {"enabled": True, "autotune": False} if "dense" in stages else None
-    wanted, ours = (train(rank, zero_stage, stages, each, steps=40) for each in (plain, block))
-    return max((ours[name] - each).abs().max().item() for name, each in wanted.items())
-
-
-@sampled(
-    ("zero_stage", "stages", "block"),
-    [
-        (1, ("dense", "moe"), TUNED),
-        (0, ("moe", "moe"), TUNED),
-        (0, ("moe", "dense"), UNASKED),
-        (1, ("moe", "moe"), TUNED | {"schedule": "fsmoe"}),
-    ],
-    kept=[2],
-    ids=str,
-)
-def test_plans_of_stages_are_measured_between_batches_and_tried_by_whole_ones(
-    zero_stage: int, stages: tuple[str, ...], block: dict[str, Any], tmp_path: Path
-) -> None:
-    assert max(run_on_ranks(tune, 4, tmp_path, zero_stage, stages, block)) < 20 * TOLERANCE
+    assert all("no stage" in said for said in run_on_ranks(what_is_said, 4, tmp_path))
 
 
 def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> None:
@@ -319,7 +248,7 @@ def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> 
     train(rank, 0, stages, CHUNKED | {"metrics_every": 2, "record": {"dir": folder}})
 
 
-@sampled("stages", [("moe", "moe"), ("dense", "moe")], kept=[1])
+@sampled("stages", [BOTH, LAST])
 def test_routers_of_all_stages_are_recorded(stages: tuple[str, ...], tmp_path: Path) -> None:
     run_on_ranks(record, 4, tmp_path / "ranks", stages, str(tmp_path / "run"))
     run = read_run(tmp_path / "run")

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_fsmoe
@@ -19,7 +22,7 @@ from ds_fsmoe.log import logger
 from tests.hurry import hurry
 from tests.logged import Said
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw
 from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, train_steps
 
 STEPS = 2
@@ -61,44 +64,60 @@ def train(rank: int, engine: Any) -> list[float]:
     return losses
 
 
-def train_in_both(rank: int, world_size: int, folder: str, is_all: bool) -> dict[str, tuple[list[float], list[float]]]:
-    """Losses of stock's layers and of ours, cut."""
-    hurry()
-    listening = Said()
-    logger.addHandler(listening)
-    whole, half = replace(CASE, ep_size=1), replace(CASE, dtype="bf16")
-    found = {
-        "filled": (train(rank, begin(SmallModel(CASE, rank), None)), train(rank, begin(SmallModel(CASE, rank), CUT))),
-        "drawn": (train(rank, begin(drawn(rank), None)), train(rank, begin(drawn(rank), CUT))),
-    }
-    if is_all:
-        found["bf16"] = (
-            train(rank, begin(SmallModel(half, rank), None, half)),
-            train(rank, begin(SmallModel(half, rank, ds_fsmoe.MoE), {"esp_size": 2}, half)),
-        )
-        found["drawn, every expert on every rank"] = (
-            train(rank, begin(drawn(rank, whole), None, whole)),
-            train(rank, begin(drawn(rank, whole), CUT, whole)),
-        )
-    # In this order of the ranks DeepSpeed's rule is another, and its numbers are the same.
-    found["neighbours share data"] = (
-        found["filled"][0],
-        train(rank, begin(SmallModel(CASE, rank // 2), CUT, **NEIGHBOURS)),
-    )
+Losses = tuple[list[float], list[float]]
+"""Those of stock's layers, and of ours."""
+
+
+def from_stocks_checkpoint(rank: int, folder: str) -> Losses:
     stock = begin(drawn(rank), None)
     stock.save_checkpoint(folder, "stock")
     cut = begin(drawn(rank + 9), CUT)
     assert cut.load_checkpoint(folder, "stock", load_module_only=True)[0] is not None
-    found["stock's checkpoint"] = train(rank, stock), train(rank, cut)
+    return train(rank, stock), train(rank, cut)
+
+
+def in_both(make: Callable[..., SmallModel], of_ours: Callable[..., SmallModel], case: Case = CASE) -> Any:
+    def losses(rank: int, folder: str) -> Losses:
+        ours = begin(of_ours(rank, case), CUT, case)
+        return train(rank, begin(make(rank, case), None, case)), train(rank, ours)
+
+    return losses
+
+
+def filled(rank: int, case: Case, moe_class: type = MoE) -> SmallModel:
+    return SmallModel(case, rank, moe_class)
+
+
+def neighbours_share_data(rank: int, folder: str) -> Losses:
+    """In this order of the ranks DeepSpeed's rule is another, and its numbers are the same."""
+    stock = train(rank, begin(SmallModel(CASE, rank), None))
+    return stock, train(rank, begin(SmallModel(CASE, rank // 2), CUT, **NEIGHBOURS))
+
+
+WAYS: dict[str, Callable[[int, str], Losses]] = {
+    "filled": in_both(filled, filled),
+    "drawn": in_both(drawn, drawn),
+    "bf16, in our class": in_both(filled, partial(filled, moe_class=ds_fsmoe.MoE), replace(CASE, dtype="bf16")),
+    "drawn, every expert on every rank": in_both(drawn, drawn, replace(CASE, ep_size=1)),
+    "neighbours share data": neighbours_share_data,
+    "stock's checkpoint": from_stocks_checkpoint,
+}
+
+
+def train_in_both(rank: int, world_size: int, folder: str, ways: list[str]) -> dict[str, Losses]:
+    hurry()
+    listening = Said()
+    logger.addHandler(listening)
+    found = {way: WAYS[way](rank, folder) for way in ways}
     assert not [each for each in listening.lines if WRONG_RULE in each]
     return found
 
 
-@sampled("is_all", [False, True], kept=[0])
-def test_sharded_experts_begin_as_stocks_whether_filled_drawn_or_loaded(is_all: bool, tmp_path: Path) -> None:
-    for found in run_on_ranks(train_in_both, 4, tmp_path / "ranks", str(tmp_path / "saved"), is_all):
+def test_sharded_experts_begin_as_stocks_whether_filled_drawn_or_loaded(tmp_path: Path) -> None:
+    ways = draw("begins", list(WAYS), 2)
+    for found in run_on_ranks(train_in_both, 4, tmp_path / "ranks", str(tmp_path / "saved"), ways):
         for name, (stocks, ours) in found.items():
-            assert ours == pytest.approx(stocks, rel=2e-2 if name == "bf16" else 2e-6), name
+            assert ours == pytest.approx(stocks, rel=2e-2 if "bf16" in name else 2e-6), name
             assert stocks[0] != stocks[1]
 
 

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from ds_fsmoe.config.reading import ConfigError
-from ds_fsmoe.gradients import updated_parameters
+from ds_fsmoe.gradients import reducer, updated_parameters
 from ds_fsmoe.gradients.lazy_parameters import LazyParameter, gather_on_first_read, wait_for
 from ds_fsmoe.gradients.updated_parameters import ParameterPart, in_messages
 from tests.gradient_cases import LOOPS, Run, training
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw
 from tests.test_gradients_against_stock import BY_RULE
+from tests.waiting import linger
 
 NODES = (("topology.ranks_per_node", 2),)
 
@@ -170,16 +171,16 @@ def fingerprints(run: Run, rank: int, stock: bool) -> list[list[float]]:
     return found
 
 
-def ours_and_stocks(rank: int, world_size: int, runs: list[Run]) -> list[str]:
-    wrong = []
-    for run in runs:
-        theirs = fingerprints(Run(run.stage, run.dtype, "", config=run.config), rank, True)
-        ours = fingerprints(run, rank, False)
-        share = 1e-5 if run.dtype == "fp32" else 1e-2
-        for mine, stocks in zip(ours, theirs, strict=True):
-            off = [(a, b) for a, b in zip(mine, stocks, strict=True) if abs(a - b) > share * (1 + abs(b))]
-            wrong += [f"{run.name}: {a} {b}" for a, b in off]
-    return wrong
+def ours_and_stocks(rank: int, world_size: int, run: Run) -> list[str]:
+    theirs = fingerprints(replace(run, mode="", block=()), rank, True)
+    ours = fingerprints(run, rank, False)
+    share = 1e-5 if run.dtype == "fp32" else 1e-2
+    return [
+        f"{run.name}: {a} {b}"
+        for mine, stocks in zip(ours, theirs, strict=True)
+        for a, b in zip(mine, stocks, strict=True)
+        if abs(a - b) > share * (1 + abs(b))
+    ]
 
 
 READ_ALONE = [
@@ -192,49 +193,141 @@ READ_ALONE = [
 ]
 
 
-@sampled("runs", [READ_ALONE[:2], READ_ALONE[2:]], kept=[0], ids=["each stage", "in turns"])
-def test_one_rank_may_read_alone_what_the_others_have_updated(runs: list[Run], tmp_path: Path) -> None:
-    assert run_on_ranks(ours_and_stocks, 4, tmp_path, runs) == [[]] * 4
+def test_one_rank_may_read_alone_what_the_others_have_updated(tmp_path: Path) -> None:
+    [run] = draw("read alone", READ_ALONE, 1)
+    assert run_on_ranks(ours_and_stocks, 4, tmp_path, run) == [[]] * 4
+
+
+class Held:
+    """Messages, held until somebody waits for them, or has gone on without."""
+
+    def __init__(self, log: list[str]) -> None:
+        self.may_travel = threading.Event()
+        self._log, self._exchange = log, updated_parameters.exchange_sized
+
+    def __enter__(self) -> Held:
+        updated_parameters.exchange_sized = self._held
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        updated_parameters.exchange_sized = self._exchange
+
+    def _held(self, *args: Any) -> torch.Tensor:
+        assert self.may_travel.wait(60)
+        result = self._exchange(*args)
+        self._log.append("a message has come")
+        return result
 
 
 def order_of_events(rank: int, world_size: int) -> list[str]:
     events: list[str] = []
-    may_travel = threading.Event()
-    exchange = updated_parameters.exchange_sized
-
-    def held(*args: Any) -> torch.Tensor:
-        assert may_travel.wait(60)
-        events.append("a message")
-        return exchange(*args)
-
-    updated_parameters.exchange_sized = held
-    try:
-        with training(Run(1, block=BY_RULE + NODES), rank) as script:
-            script.engine.backward(script.forward())
-            script.step()
-            events.append("the step is over")
-            weight = script.model.first.weight
-            events.append(f"{tuple(weight.shape)} is known")
-            may_travel.set()
-            weight.sum().item()
-            events.append("a value is known")
-            script.engine.eval()
-            script.forward()
-            updated = script.engine.fsmoe.updated
-            script.engine.fsmoe.updated.wait()
-            waiting = [each for each in script.model.parameters() if type(each) is LazyParameter]
-            assert not waiting
-            assert updated is not None
-    finally:
-        updated_parameters.exchange_sized = exchange
+    with Held(events) as held, training(Run(1, block=BY_RULE), rank) as script:
+        script.engine.backward(script.forward())
+        script.step()
+        events.append("the step is over")
+        weight = script.model.first.weight
+        events.append(f"{tuple(weight.shape)} is known")
+        held.may_travel.set()
+        weight.sum().item()
+        events.append("a value is known")
+        script.engine.eval()
+        script.forward()
+        script.engine.fsmoe.updated.wait()
+        assert not [each for each in script.model.parameters() if type(each) is LazyParameter]
     return events
 
 
 def test_the_step_is_over_before_anything_has_travelled_and_a_value_is_not_known_before(tmp_path: Path) -> None:
-    for events in run_on_ranks(order_of_events, 4, tmp_path):
+    for events in run_on_ranks(order_of_events, 2, tmp_path):
         assert events[0] == "the step is over"
         assert events[1].endswith("is known")
-        assert events.index("a value is known") > events.index("a message")
+        assert events.index("a value is known") > events.index("a message has come")
+
+
+def slowly() -> Any:
+    """The exchange of messages, slowed down."""
+    exchange = updated_parameters.exchange_sized
+
+    def slow(*args: Any) -> torch.Tensor:
+        linger(0.2)
+        return exchange(*args)
+
+    return slow
+
+
+def classes_in_layers(rank: int, world_size: int) -> tuple[list[set[str]], list[float], list[float]]:
+    """Of which classes the parameters of MoE layers are when these begin, with messages that take long; the losses, and
+    those of a gather at the end of the step."""
+    seen: list[set[str]] = []
+    gathered = (("gradient_partition.gather_parameters", "at_end"),)
+    with training(Run(1, block=BY_RULE + gathered), rank) as script:
+        for _ in range(2):
+            LOOPS["plain"](script)
+        wanted = [each.item() for each in script.seen.numbers["losses"]]
+    exchange, updated_parameters.exchange_sized = updated_parameters.exchange_sized, slowly()
+    try:
+        with training(Run(1, block=BY_RULE), rank) as script:
+
+            def look(layer: nn.Module, *_: Any) -> None:
+                seen.append({type(each).__name__ for each in layer.parameters()})
+
+            script.engine.fsmoe.running.checks.append(look)
+            for _ in range(2):
+                LOOPS["plain"](script)
+                assert any(type(each) is LazyParameter for each in script.model.parameters())
+            losses = [each.item() for each in script.seen.numbers["losses"]]
+    finally:
+        updated_parameters.exchange_sized = exchange
+    return seen, losses, wanted
+
+
+def test_a_layer_begins_when_its_parameters_have_come(tmp_path: Path) -> None:
+    for seen, losses, wanted in run_on_ranks(classes_in_layers, 2, tmp_path):
+        assert len(seen) == 6
+        assert set.union(*seen) == {"Parameter"}
+        assert losses == wanted
+
+
+def steps_and_messages(rank: int, world_size: int) -> list[str]:
+    """Two steps between which nobody reads a parameter, as both forwards come first."""
+    log: list[str] = []
+    ended = reducer.end_gathers
+    with Held(log) as held, training(Run(1, block=BY_RULE), rank) as script:
+
+        def ending() -> None:
+            held.may_travel.set()
+            ended()
+
+        reducer.end_gathers = ending
+        updated = script.engine.fsmoe.updated
+        step, wait = updated._step, updated.wait
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            log.append("step")
+            if log.count("step") > 1:
+                held.may_travel.set()
+            return step(*args, **kwargs)
+
+        def waiting() -> None:
+            if updated._waits:
+                held.may_travel.set()
+            wait()
+
+        updated._step, updated.wait = noted, waiting
+        for loss in [script.forward() for _ in range(2)]:
+            # As if nobody read them: experts that get no token, what is used in some steps only.
+            for each in script.model.parameters():
+                each.__class__ = nn.Parameter
+            script.engine.backward(loss)
+            script.engine.step()
+    return log
+
+
+def test_a_step_begins_when_the_parameters_of_the_last_one_have_come(tmp_path: Path) -> None:
+    for log in run_on_ranks(steps_and_messages, 2, tmp_path):
+        assert log.count("step") == 2
+        assert log[0] == "step"
+        assert "a message has come" in log[: log.index("step", 1)]
 
 
 def saved(rank: int, world_size: int, stage: int, folder: str) -> list[bool]:
@@ -254,34 +347,8 @@ def saved(rank: int, world_size: int, stage: int, folder: str) -> list[bool]:
     return found
 
 
-@sampled("stage", [1, 2], kept=[1])
-def test_what_is_saved_and_loaded_right_behind_a_step_is_whole(stage: int, tmp_path: Path) -> None:
+def test_what_is_saved_and_loaded_right_behind_a_step_is_whole(tmp_path: Path) -> None:
+    [stage] = draw("saved behind a step", [1, 2], 1)
     for found in run_on_ranks(saved, 4, tmp_path, stage, str(tmp_path / "saved")):
         assert found
         assert all(found)
-
-
-def refused(rank: int, world_size: int) -> list[str]:
-    asked = (
-        (0, (("gradient_partition.gather_parameters", "overlapped"),)),
-        (1, (("gradient_partition.gather_parameters", "overlapped"), ("gradient_partition.mode", "off"))),
-        (0, (("gradient_partition.collective", "reduce_scatter"),)),
-    )
-    found = []
-    for stage, block in asked:
-        with pytest.raises(ConfigError) as error, training(Run(stage, mode="unsaid", block=block), rank):
-            pass
-        found.append(str(error.value))
-    with training(Run(1, block=(*BY_RULE, ("gradient_partition.gather_parameters", "at_end"))), rank) as script:
-        found.append(str(script.engine.fsmoe.updated))
-    return found
-
-
-def test_what_cannot_be_is_refused_with_its_path_and_choices(tmp_path: Path) -> None:
-    for stage_0, off, collective, at_end in run_on_ranks(refused, 2, tmp_path):
-        assert "fsmoe.gradient_partition.gather_parameters" in stage_0
-        assert "stage 1 and 2" in stage_0
-        assert "at_end" in off
-        assert "fsmoe.gradient_partition.collective" in collective
-        assert "all_reduce" in collective
-        assert at_end == "None"

@@ -22,7 +22,7 @@ from tests.hf_families import batch, model_of
 from tests.hf_lora import lora_of, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel
+from tests.small_model import Case, SmallModel, train_steps
 from tests.small_model import batch as small_batch
 from tests.test_hugging_face import ds_config, engine_of, furthest
 
@@ -99,79 +99,84 @@ def run_on(rank: int, world_size: int, stage: int, chunks: int) -> list[str]:
     return said
 
 
-@sampled(("stage", "chunks"), [(0, 1), (1, 2), (2, 2)], kept=[1])
+@sampled(("stage", "chunks"), [(0, 1), (1, 2), (2, 2)])
 def test_after_destroy_a_model_runs_and_generates_on_all_ranks_as_stocks_does(
     stage: int, chunks: int, tmp_path: Path
 ) -> None:
     assert run_on_ranks(run_on, 2, tmp_path, stage, chunks) == [[], []]
 
 
-Again = tuple[int, int, bool, dict[str, Any], dict[str, Any]]
+def made(kind: str) -> nn.Module:
+    return lora_of("mixtral", ("up", "down")) if kind == "lora" else model_of(kind)
 
 
-def again(rank: int, world_size: int, cases: list[Again], family: str = "mixtral") -> list[str]:
-    """What differs from stock of a model that is given to one engine after the other."""
-    said = []
-    for first, second, ends, block, next_block in cases:
-        losses = {}
-        for side, blocks in (("stock", (STOCK, STOCK)), ("ours", (block, next_block))):
-            model = model_of(family)
-            engine = engine_of(model, config(first, **blocks[0]))
-            losses[side] = train(engine, rank, world_size, 0)
-            if ends or side == "stock":
-                engine.destroy()
-            later = engine_of(model, config(second, **blocks[1]))
-            losses[side] += train(later, rank, world_size, 2)
-            if side == "ours":
-                with pytest.raises(RuntimeError, match="given to another engine by ds_fsmoe"):
-                    engine(input_ids=batch(0, 1))
-            later.destroy()
-        if furthest(torch.tensor(losses["ours"]), torch.tensor(losses["stock"])) > EXACT:
-            said.append(f"{first, second, ends, block, next_block}: {losses['ours']} for {losses['stock']}")
-    return said
+Links = tuple[tuple[int, int], ...]
+"""Of each engine that a model is given to: its stage of ZeRO, and the ranks that share experts."""
 
 
-def test_a_second_engine_trains_on_with_the_trained_weights_as_stocks_does(tmp_path: Path) -> None:
-    cases = [(0, 0, False, {}, {}), (1, 2, True, {"num_chunks": 2}, {}), (2, 1, False, {}, {"ep_size": 1})]
-    assert run_on_ranks(again, 2, tmp_path, cases) == [[], []]
+def go_elsewhere(engine: Any, seed: int) -> None:
+    """Move experts to drawn ranks."""
+    from tests.test_moved_experts import drawn, placements_of
+
+    placements = placements_of(engine)
+    placements.go_to({label: drawn(now, at + seed) for at, (label, now) in enumerate(placements.now.items())})
+    assert not all(each.is_at_start for each in placements.now.values())
 
 
-def from_stage_3(rank: int, world_size: int, cases: list[tuple[int, int, int, int]]) -> list[str]:
-    """What differs from one process, where stock leaves parameters shared out that stages below 3 cannot take."""
-    said = []
-    for first, second, ep, next_ep in cases:
-        reference = model_of("gpt_oss")
-        optimizer = torch.optim.SGD(reference.parameters(), lr=0.2)
-        model = copy.deepcopy(reference)
-        for at, (stage, ep_size) in enumerate(((first, ep), (second, next_ep))):
-            engine = engine_of(model, config(stage, ep_size=ep_size))
-            for step in (2 * at, 2 * at + 1):
-                x = batch(step, world_size)
-                losses = [loss_of(reference, each[None]) for each in x]
-                optimizer.zero_grad()
-                torch.stack(losses).mean().backward()
-                optimizer.step()
-                (loss,) = train(engine, rank, world_size, step, 1)
-                if abs(loss - losses[rank].item()) > 1e-5 * losses[rank].item():
-                    said.append(f"{first, second, ep, next_ep}: loss {step} is {loss} for {losses[rank].item()}")
-        engine.destroy()
-        whole = ds_fsmoe.make_whole(model)
-        said += [
-            f"{first, second, ep, next_ep}: {each}"
-            for each in differing(dict(whole.named_parameters()), dict(reference.named_parameters()), 1e-5)
-        ]
-    return said
+def from_engine_to_engine(rank: int, world_size: int, kind: str, links: Links, moves: bool) -> list[str]:
+    """What differs from one process, of a model that is given to one engine after the other: every second one has ended
+    before, and where experts move they are elsewhere then. Stock's ZeRO 3 leaves what its other stages cannot take."""
+    said, engine = [], None
+    model = made(kind)
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained(reference), lr=0.2)
+    for step, (stage, ep_size) in enumerate(links):
+        block = {"placement": {"policy": "balanced", "every": 1000}} if moves else {"num_chunks": 1 + step % 2}
+        before, given = engine, trained(model)
+        engine = engine_of(model, config(stage, ep_size=ep_size, **block), given)
+        if step and links[step] == links[step - 1] and stage < 3 and {*map(id, given)} != {*map(id, trained(model))}:
+            said.append("parameters that lie as they are to lie were replaced")
+        if before is not None:
+            with pytest.raises(RuntimeError, match="given to another engine by ds_fsmoe"):
+                before(input_ids=batch(0, 1))
+        losses = [loss_of(reference, each[None]) for each in batch(step, world_size)]
+        optimizer.zero_grad()
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        (loss,) = train(engine, rank, world_size, step, 1)
+        if abs(loss - losses[rank].item()) > 1e-5 * losses[rank].item():
+            said.append(f"loss {step} is {loss} for {losses[rank].item()}")
+        if moves:
+            go_elsewhere(engine, seed=3 + step)
+        if step % 2 or step == len(links) - 1:
+            engine.destroy()
+    whole = dict(ds_fsmoe.make_whole(model).named_parameters())
+    return said + differing(whole, dict(reference.named_parameters()), 1e-5)
 
 
-def test_stages_and_the_ranks_that_share_experts_may_change_between_two_engines(tmp_path: Path) -> None:
-    cases = [(3, 3, 2, 2), (3, 2, 2, 4), (2, 3, 4, 2), (3, 3, 2, 4)]
-    assert run_on_ranks(from_stage_3, 4, tmp_path, cases) == [[]] * 4
+@sampled(
+    ("world_size", "kind", "links", "moves"),
+    [
+        (2, "gpt_oss", ((3, 2), (3, 2)), True),
+        (2, "gpt_oss", ((3, 2), (2, 1), (3, 2)), False),
+        (4, "gpt_oss", ((3, 2), (3, 4), (1, 2)), False),
+        (4, "mixtral", ((2, 4), (3, 2), (0, 4)), False),
+        (4, "lora", ((2, 2), (2, 2), (2, 4)), False),
+        (2, "lora", ((2, 2), (1, 2)), True),
+    ],
+    kept=[0],
+    ids=str,
+)
+def test_a_model_trains_on_from_engine_to_engine_as_on_one_process(
+    world_size: int, kind: str, links: Links, moves: bool, tmp_path: Path
+) -> None:
+    found = run_on_ranks(from_engine_to_engine, world_size, tmp_path, kind, links, moves)
+    assert found == [[]] * world_size
 
 
 def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block: dict[str, Any]) -> list[str]:
     """What differs of a model that was made whole from what its engine had."""
-    made = {"lora": lambda: lora_of("mixtral", ("up", "down")), "plain": lambda: model_of("gpt_oss")}[kind]
-    model, fresh = made(), made()
+    model, fresh = made(kind), made(kind)
     engine = engine_of(model, config(stage, **block), trained(model))
     train(engine, rank, world_size, 0)
     with pytest.raises(RuntimeError, match=r"make_whole: the engine .* is still active: call engine.destroy\(\)"):
@@ -205,50 +210,29 @@ def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block:
 @sampled(
     ("world_size", "kind", "stage", "block"),
     [
-        (2, "plain", 0, {}),
-        (2, "plain", 1, {"num_chunks": 2}),
+        (2, "gpt_oss", 0, {}),
+        (2, "gpt_oss", 1, {"num_chunks": 2}),
         (2, "lora", 2, {}),
         (2, "lora", 3, {}),
-        (2, "plain", 2, {"esp_size": 2}),
-        (4, "plain", 3, {"ep_size": 2}),
+        (2, "gpt_oss", 2, {"esp_size": 2}),
+        (4, "gpt_oss", 3, {"ep_size": 2}),
         (4, "lora", 1, {"ep_size": 2}),
-        (4, "plain", 1, {"ep_size": 2, "esp_size": 2}),
+        (4, "gpt_oss", 1, {"ep_size": 2, "esp_size": 2}),
     ],
-    kept=[1, 3, 5, 7],
+    drawn=2,
 )
 def test_make_whole_leaves_a_model_as_if_it_had_never_had_an_engine(
     world_size: int, kind: str, stage: int, block: dict[str, Any], tmp_path: Path
 ) -> None:
     found = run_on_ranks(whole, world_size, tmp_path / "ranks", str(tmp_path / "saved"), kind, stage, block)
     assert found == [[]] * world_size
-    if kind == "plain":
+    if kind == "gpt_oss":
         from transformers import AutoModelForCausalLM
 
         read = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
         assert sum(each.numel() for each in read.parameters()) == sum(
             p.numel() for p in model_of("gpt_oss").parameters()
         )
-
-
-def adapters_again(rank: int, world_size: int) -> list[str]:
-    """Adapters of experts in one engine after the other; the same parameters where ranks keep their experts."""
-    said, losses = [], {}
-    for side, blocks in (("stock", (STOCK, STOCK, STOCK)), ("ours", ({"ep_size": 2}, {"ep_size": 2}, {"ep_size": 4}))):
-        model, losses[side] = lora_of("mixtral", ("up", "down")), []
-        for number, block in enumerate(blocks):
-            given = trained(model)
-            engine = engine_of(model, config(2, **block), given)
-            if number == 1 and {*map(id, given)} != {*map(id, trained(model))}:
-                said.append("parameters that lie as they are to lie were replaced")
-            losses[side] += train(engine, rank, world_size, 2 * number)
-            engine.destroy()
-    if furthest(torch.tensor(losses["ours"]), torch.tensor(losses["stock"])) > 1e-5:
-        said.append(f"{losses}")
-    return said
-
-
-def test_adapters_of_experts_go_from_engine_to_engine(tmp_path: Path) -> None:
-    assert run_on_ranks(adapters_again, 4, tmp_path) == [[]] * 4
 
 
 def counts() -> dict[str, int]:
@@ -261,9 +245,9 @@ def counts() -> dict[str, int]:
 def piles(rank: int, world_size: int, stage: int) -> list[str]:
     """What there is more of with every engine that a model is given to."""
     model, found = model_of("qwen3_moe"), []
-    for number in range(4):
+    for number in range(3):
         engine = engine_of(model, config(stage, metrics="detailed", num_chunks=2, two_batch_overlap="on"))
-        train(engine, rank, world_size, number)
+        train(engine, rank, world_size, number, 1)
         hooks = sum(len(value) for each in model.modules() for name, value in vars(each).items() if "_hooks" in name)
         grads = sum(len(each._post_accumulate_grad_hooks or ()) for each in model.parameters())
         depth, method = 0, model.save_pretrained
@@ -274,7 +258,7 @@ def piles(rank: int, world_size: int, stage: int) -> list[str]:
     return [f"{found[1]} became {found[-1]}"] if found[1] != found[-1] else []
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@sampled("stage", [0, 2, 3])
 def test_engines_one_after_the_other_leave_no_more_on_a_model_than_one(stage: int, tmp_path: Path) -> None:
     assert run_on_ranks(piles, 2, tmp_path, stage) == [[], []]
 
@@ -307,13 +291,7 @@ def test_a_copy_of_a_converted_model_is_refused_by_name_and_one_made_before_is_n
 
 
 def steps_of_small(engine: Any, rank: int, first: int) -> list[float]:
-    losses = []
-    for step in (first, first + 1):
-        loss, _ = engine(*small_batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_steps(engine, rank, (first, first + 1))
 
 
 def of_deepspeeds_kind(rank: int, world_size: int, gate: dict[str, Any]) -> list[str]:
@@ -348,37 +326,9 @@ def of_deepspeeds_kind(rank: int, world_size: int, gate: dict[str, Any]) -> list
     return said + ([f"{found} for {wanted}"] if furthest(torch.tensor(found), torch.tensor(wanted)) > 1e-5 else [])
 
 
-@pytest.mark.parametrize("gate", [{}, {"gate": {"type": "sigmoid"}}])
+@sampled("gate", [{}, {"gate": {"type": "sigmoid"}}])
 def test_layers_of_deepspeeds_kind_outlive_their_engine(gate: dict[str, Any], tmp_path: Path) -> None:
     assert run_on_ranks(of_deepspeeds_kind, 2, tmp_path, gate) == [[], []]
-
-
-def moved(rank: int, world_size: int, stage: int) -> list[str]:
-    """What differs of a model whose experts were elsewhere when its engine ended, made whole or given on."""
-    from tests.test_moved_experts import drawn, placements_of
-
-    said = []
-    for way in ("whole", "again", "alive"):
-        model = lora_of("mixtral", ("up", "down")) if stage == 2 else model_of("gpt_oss")
-        engine = engine_of(model, config(stage, placement={"policy": "balanced", "every": 1000}), trained(model))
-        train(engine, rank, world_size, 0)
-        placements = placements_of(engine)
-        told = [ds_fsmoe.whole_state_dict(engine)]
-        dist.broadcast_object_list(told)
-        placements.go_to({label: drawn(now, at + 3) for at, (label, now) in enumerate(placements.now.items())})
-        if all(each.is_at_start for each in placements.now.values()):
-            said.append("nothing has moved")
-        if way != "alive":
-            engine.destroy()
-        if way != "whole":
-            engine_of(model, config(stage), trained(model)).destroy()
-        said += [f"{way}: {each}" for each in differing(ds_fsmoe.make_whole(model).state_dict(), told[0])]
-    return said
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_experts_that_had_moved_are_at_home_in_a_whole_model_and_in_the_next_engine(stage: int, tmp_path: Path) -> None:
-    assert run_on_ranks(moved, 2, tmp_path, stage) == [[], []]
 
 
 def refused(rank: int, world_size: int) -> list[str]:
