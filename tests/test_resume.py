@@ -86,8 +86,7 @@ def stop_and_go_on(rank: int, world_size: int, numbers: list[int], folder: str) 
     return found
 
 
-# In the sample every stage, both precisions, and gates that remember and that draw.
-@sampled("numbers", [[2, 3, 4], [*range(len(CASES))]], kept=[0], ids=["a sample", "all"])
+@sampled("numbers", [[each] for each in range(len(CASES))], drawn=2)
 def test_losses_after_a_resume_are_those_of_the_run_that_went_on(numbers: list[int], tmp_path: Path) -> None:
     for found in run_on_ranks(stop_and_go_on, 2, tmp_path, numbers, str(tmp_path / "saved")):
         assert not found
