@@ -20,6 +20,7 @@ NUM_EXPERTS, NUM_CHOICES, WIDTH = 4, 2, 32
 MOST_PARAMETERS = 20_000_000
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
+    "unpadded_vocab_size": 128,
     "hidden_size": WIDTH,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
@@ -222,7 +223,8 @@ def _class_of(family: str, config: Any) -> Any:
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The loss of a language model, or something of a model of text alone."""
-    name = type(getattr(model, "module", model)).__name__
+    inner = getattr(model, "module", model)
+    name = type(inner.get_base_model() if hasattr(inner, "get_base_model") else inner).__name__
     if name.endswith("ForCausalLM"):
         return model(input_ids=x, labels=x).loss
     y = model(input_ids=x).last_hidden_state
@@ -254,29 +256,41 @@ UNTRIED: dict[str, str] = {}
 BEGIN, END = "<!-- families: made by tests/hf_families.py -->", "<!-- end of families -->"
 
 
-def table() -> str:
-    """The families as the documentation shows them: by how their experts store weights, then those not tried."""
+@functools.cache
+def shown(family: str) -> tuple[str, str]:
+    """How a family's experts store weights, in words, and how the documentation names it."""
     from ds_fsmoe.components.expert_compute.contract import contract_of, follows_contract
 
+    if why_not(family):
+        return "not tried: no tiny model can be made", family
+    model = model_of(family)
+    module = next(each for each in model.modules() if follows_contract(each))
+    found = contract_of(module)
+    words = ["gated" if found.has_gate else "plain"]
+    words += ["interleaved"] if found.has_gate and not found.is_concatenated else []
+    words += ["transposed"] if found.is_transposed else []
+    words += ["with bias"] if found.has_bias else []
+    words += ["norm after the experts"] if found.has_post_expert_norm else []
+    own = type(module)
+    words += ["activation of its own"] if own._apply_gate.__module__ == own.__module__ else []
+    mark = "" if type(model).__name__.endswith("ForCausalLM") else " (text)"
+    return ", ".join(words), f"{family}{mark}"
+
+
+def table() -> str:
+    """The families as the documentation shows them: by how their experts store weights, then those not tried."""
     by_kind: dict[str, list[str]] = {}
-    for family in families():
-        if why_not(family):
-            by_kind.setdefault("not tried: no tiny model can be made", []).append(family)
-            continue
-        model = model_of(family)
-        module = next(each for each in model.modules() if follows_contract(each))
-        found = contract_of(module)
-        words = ["gated" if found.has_gate else "plain"]
-        words += ["interleaved"] if found.has_gate and not found.is_concatenated else []
-        words += ["transposed"] if found.is_transposed else []
-        words += ["with bias"] if found.has_bias else []
-        words += ["norm after the experts"] if found.has_post_expert_norm else []
-        own = type(module)
-        words += ["activation of its own"] if own._apply_gate.__module__ == own.__module__ else []
-        mark = "" if type(model).__name__.endswith("ForCausalLM") else " (text)"
-        by_kind.setdefault(", ".join(words), []).append(f"{family}{mark}")
+    for kind, name in map(shown, families()):
+        by_kind.setdefault(kind, []).append(name)
     rows = [f"| {kind} | {', '.join(names)} |" for kind, names in sorted(by_kind.items())]
     return "\n".join(["| experts | families |", "|---|---|", *rows])
+
+
+def is_shown(family: str, page: str) -> bool:
+    """Whether a page has a family in the row of its kind."""
+    kind, name = shown(family)
+    rows = [row.split("|")[1:3] for row in shown_in(page).splitlines()]
+    return any(row[0].strip() == kind and name in row[1].strip().split(", ") for row in rows)
 
 
 def shown_in(page: str) -> str:

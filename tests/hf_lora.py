@@ -82,7 +82,7 @@ def part_for(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return whole if part is None else part.take(whole)
 
 
-def differing_gradients(engine: Any, reference: nn.Module) -> Iterator[str]:
+def differing_gradients(engine: Any, reference: nn.Module, tolerance: float = TOLERANCE) -> Iterator[str]:
     from deepspeed.utils import safe_get_full_grad
 
     wanted = {name: each.grad for name, each in reference.named_parameters() if each.requires_grad}
@@ -95,7 +95,7 @@ def differing_gradients(engine: Any, reference: nn.Module) -> Iterator[str]:
         found = safe_get_full_grad(parameter)
         # Without ZeRO it is the parameter's own.
         whole = wanted[name] if engine.zero_optimization_stage() else part_for(parameter, wanted[name])
-        if not furthest(found, whole) <= TOLERANCE:
+        if not furthest(found, whole) <= tolerance:
             yield f"gradient of {name} is off by {furthest(found, whole):.1e}"
 
 

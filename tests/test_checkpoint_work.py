@@ -4,21 +4,94 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ds_fsmoe.checkpoint import checkpoints, saving
+import ds_fsmoe
 from ds_fsmoe.checkpoint import ranks as ranks_of_job
+from ds_fsmoe.checkpoint import saving
 from ds_fsmoe.checkpoint_files import pieces
-from ds_fsmoe.checkpoint_files.manifest import FileSum, Manifest, omissions
-from ds_fsmoe.checkpoint_files.pieces import Index, merged, read_index
+from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, Sizes, omissions
+from ds_fsmoe.checkpoint_files.pieces import Group, Index, OpenFiles, Piece, SavedPieces, joined, merged, read_index
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from tests.checkpoint_work import NAMES, Name, manifest_of, shared_out, states_file, stock_files, work_of
+
+_PACKAGE = str(Path(ds_fsmoe.__file__).parent / "checkpoint")
+
+
+class Name(str):
+    """A name that counts how often it is compared, ordered or looked up."""
+
+    uses = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.uses += 1
+        return str.__eq__(self, other)
+
+    def __lt__(self, other: str) -> bool:
+        Name.uses += 1
+        return str.__lt__(self, other)
+
+    def __hash__(self) -> int:
+        Name.uses += 1
+        return str.__hash__(self)
+
+
+def work_of(call: Callable[[], Any]) -> int:
+    """The lines of the package's checkpoint folders that a call executes, and what it does with names."""
+    lines, before = 0, Name.uses
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            return None
+        lines += event == "line"
+        return trace
+
+    outer = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(outer)
+    return lines + Name.uses - before
+
+
+def stock_files(layers: int, experts: int, world: int) -> list[Name]:
+    """The files of DeepSpeed's own MoE layers, sorted."""
+    found = [f"layer_{at}_expert_{each}_mp_rank_00_model_states.pt" for at in range(layers) for each in range(experts)]
+    found += [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(world)]
+    found += [f"fsmoe_rank_{rank:05d}.pt" for rank in range(world)]
+    return [Name(each) for each in sorted([*found, "mp_rank_00_model_states.pt", "fsmoe_pieces.json"])]
+
+
+def manifest_of(files: list[Name], layers: int, experts: int, ep: int = 8) -> Manifest:
+    """A manifest that names these files."""
+    sizes = Sizes(world=1, mp=1, pp=1, zero_stage=1, esp=1, dtype="bfloat16")
+    of_layers = tuple(LayerSizes(f"blocks.{at}.moe", experts, ep) for at in range(layers))
+    return Manifest(sizes, of_layers, {}, {each: FileSum(1, "") for each in files})
+
+
+def states_file(rank: int) -> str:
+    """The file with a rank's optimizer states at ZeRO 3."""
+    return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+NAMES = "blocks.{}.weight"
+
+
+def shared_out(rank: int, parameters: int, world: int, size: int = 4, names: str = NAMES) -> Index:
+    """The index of one rank at ZeRO 3: a piece of each parameter, end to end."""
+    own = tuple(Piece(Name(names.format(at)), rank * size, size, at * size) for at in range(parameters))
+    items = {item: ("optimizer_state_dict", item, 0) for item in ("fp32", "exp_avg", "exp_avg_sq")}
+    return Index("Adam", (Group(states_file(rank), items, {"step": 1.0}, {"lr": 0.1}, own),), {})
+
 
 MOST = 2.2
 """The work that twice the input may take, in that of the input."""
@@ -74,25 +147,6 @@ def test_every_leader_writes_the_manifest_with_rank_0s_dtype(monkeypatch: pytest
     assert found._manifest(of_stages).sizes.dtype == "a"
 
 
-def test_a_walk_through_the_model_that_fails_on_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def together(what: str, act: Callable[[], Any]) -> Any:
-        try:
-            return act()
-        except OSError as error:
-            raise CheckpointError(what) from error
-
-    def fail(_: Any) -> Any:
-        raise OSError
-
-    found = object.__new__(checkpoints.Checkpoints)
-    found._ranks = SimpleNamespace(together=together)
-    found._engine = SimpleNamespace(optimizer=None, module=None)
-    monkeypatch.setattr(checkpoints, "parts_in", fail)
-    monkeypatch.setattr(checkpoints.Checkpoints, "check", lambda *_: ("stock", None))
-    with pytest.raises(CheckpointError, match="reading"):
-        found.load(Path("folder"), None, fail, {})
-
-
 def test_a_rank_hears_nothing_of_other_ranks_files_where_all_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     names, told = stock_files(2, 8, 8), []
     found = saving_alone(monkeypatch, 64, names)
@@ -139,9 +193,18 @@ def written(folder: Path, index: Index) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("way", ["made", "read"])
+@pytest.mark.parametrize("way", ["made", "read", "looked up by a rank"])
 def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> None:
     def work(parameters: int, world: int) -> int:
+        if way == "looked up by a rank":
+            index, place = index_of_all(parameters, world), Path("folder")
+
+            def look_up() -> None:
+                found = SavedPieces(index, 0, OpenFiles(place, lambda path: None), place)
+                for each in range(parameters):
+                    assert [source.size for source in found.sources(NAMES.format(each), "fp32", 3, 2)] == [1, 1]
+
+            return work_of(look_up)
         if way == "made":
             own = [shared_out(rank, parameters, world) for rank in range(world)]
             return work_of(lambda: merged(own).as_json())
@@ -152,14 +215,6 @@ def test_an_index_takes_work_linear_in_its_pieces(way: str, tmp_path: Path) -> N
     assert work(80, 16) <= MOST * small
     assert work(40, 32) <= MOST * small
     assert work(40, 512) <= MOST * small * 32
-
-
-def test_the_stage_of_a_file_is_not_looked_up_for_each_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(tmp_path, index_of_all(40, 16))
-    asked: list[str] = []
-    monkeypatch.setattr(pieces, "stage_of_file", lambda name: asked.append(name) or 0)
-    assert read_index(tmp_path, manifest_for(16)) is not None
-    assert len(asked) == 2 * 16
 
 
 SHARED = 8
@@ -190,21 +245,12 @@ BAD: dict[str, tuple[Callable[[], Index], str]] = {
         f"{NAMED} from element 12 on is there twice in {states_file(3)}",
     ),
     "a hole": (lambda: spoilt(lambda found: found.pop(1)), f"pieces of {NAMED} leave a hole at element 12"),
-    "a hole at the beginning": (
-        lambda: spoilt(lambda found: found.pop(1), 0),
-        f"pieces of {NAMED} leave a hole at element 0",
-    ),
     "a short piece": (lambda: spoilt(with_value(1, SIZE, 3)), f"pieces of {NAMED} leave a hole at element 15"),
-    "a short end": (
-        lambda: spoilt(with_value(1, SIZE, 3), SHARED - 1, "experts.weight@{}"),
-        "pieces of experts.weight@1 have 31 elements, and another expert's have 32",
-    ),
     "a short expert": (
         lambda: spoilt(with_value(1, SIZE, 3), SHARED - 1, "moe.deepspeed_moe.experts.deepspeed_experts.{}.fc1.weight"),
         "deepspeed_experts.1.fc1.weight have 31 elements, and another expert's have 32",
     ),
     "an overlap": (lambda: spoilt(with_value(1, FIRST, 11)), f"pieces of {NAMED} overlap at element 12"),
-    "a copy of another": (lambda: spoilt(with_value(1, FIRST, 8)), f"pieces of {NAMED} leave a hole at element 12"),
     "longer than its copy": (
         lambda: spoilt(lambda found: found[1].__setitem__(slice(1, 3), [8, 8]) or found[2].__setitem__(AT, 12)),
         f"pieces of {NAMED} overlap at element 8",
@@ -263,6 +309,22 @@ def test_copies_empty_parameters_and_padding_are_no_faults(tmp_path: Path) -> No
     empty = replace(whole, items={"fp32": ("other",)}, pieces=(pieces.Piece("empty", 0, 0, 0),))
     index = Index("Adam", (*copies, empty), {})
     assert read_index(written(tmp_path, index), manifest_for(2)) == index
+
+
+def test_elements_in_pieces_that_are_missing_are_named() -> None:
+    index = index_of_all(1, 4)
+    holed = replace(index, groups=tuple(each for at, each in enumerate(index.groups) if at != 2))
+    files = OpenFiles(Path("folder"), lambda path: {"optimizer_state_dict": {"fp32": [saved_by(path)]}})
+    whole, parted = (SavedPieces(each, 0, files, Path("folder")) for each in (index, holed))
+    assert joined(whole.sources("blocks.0.weight", "fp32", 1, 14)).tolist() == list(range(1, 15))
+    assert joined(parted.sources("blocks.0.weight", "fp32", 1, 7)).tolist() == list(range(1, 8))
+    with pytest.raises(CheckpointError, match=r"has 7 of the 9 elements of fp32 of blocks\.0\.weight"):
+        list(parted.sources("blocks.0.weight", "fp32", 1, 9))
+
+
+def saved_by(path: Path) -> torch.Tensor:
+    """The four elements of a parameter that the rank of a file has."""
+    return torch.arange(4.0) + 4 * int(path.name.split("_")[4])
 
 
 # ---- who sums up

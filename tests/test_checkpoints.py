@@ -82,9 +82,8 @@ SAMPLE = [CASES[0], CASES[1], CASES[4]]
 
 @sampled(
     ("world_size", "ep_size", "cases"),
-    [(2, 2, SAMPLE), (2, 2, CASES), (4, 2, CASES)],
+    [(2, 2, SAMPLE), *((world_size, 2, [case]) for world_size in (2, 4) for case in CASES)],
     kept=[0],
-    ids=["2", "2 all", "4"],
 )
 def test_stock_to_ours_to_stock_goes_on_with_the_same_losses(
     world_size: int, ep_size: int, cases: list[Case], tmp_path: Path

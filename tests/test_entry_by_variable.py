@@ -9,16 +9,19 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
 
 import ds_fsmoe
+from ds_fsmoe import env_entry_point
 from ds_fsmoe.distributed.agreement import DisagreementError
-from tests.python_path import python_path
 from tests.ranks import run_on_ranks
-from tests.scripts import ROOT, free_port, launch
+from tests.scripts import ROOT, free_port, launch, on_ranks
 
 ENTRY_POINT = ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth"
 HEAVY = "print(*(name for name in ('ds_fsmoe', 'torch', 'deepspeed') if name in sys.modules))"
@@ -49,19 +52,40 @@ def test_an_interpreter_imports_nothing_at_its_start_unless_the_variable_is_set_
     assert (done.stdout.strip(), done.stderr) == (loaded, "")
 
 
-@pytest.mark.parametrize(("value", "is_ours"), [("1", True), ("TRUE", True), ("0", False), ("false", False)])
-def test_deepspeed_is_ours_as_soon_as_it_is_imported_if_the_variable_says_so(
-    value: str, is_ours: bool, site: Path
+def test_deepspeed_is_ours_as_soon_as_it_is_imported_if_the_variable_says_so(site: Path) -> None:
+    done = python(site, f"import deepspeed; {WHOSE}", DS_FSMOE="1")
+    assert done.stdout.split()[-1:] == ["True"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "is_ours"), [("1", True), ("TRUE", True), ("", False), ("0", False), ("false", False), ("False", False)]
+)
+def test_the_variable_says_it_by_few_words(value: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+
+    def finder(name: str, act: Any) -> Any:
+        assert name == "deepspeed"
+        return SimpleNamespace(begin=lambda: begun.append(act))
+
+    monkeypatch.setenv("DS_FSMOE", value)
+    monkeypatch.setattr(env_entry_point, "Finder", finder)
+    env_entry_point.open_by_variable()
+    assert len(begun) == is_ours
+    try:
+        for act in begun:
+            act(deepspeed)
+        assert (deepspeed.initialize is ds_fsmoe.initialize) == is_ours
+    finally:
+        ds_fsmoe.uninstall()
+
+
+def test_another_value_ends_the_import_of_deepspeed_and_no_interpreter_without_it(
+    site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = python(site, f"import deepspeed; {WHOSE}", DS_FSMOE=value)
-    assert done.stdout.split()[-1:] == [str(is_ours)], done.stderr
-
-
-def test_another_value_ends_the_import_of_deepspeed_and_no_interpreter_without_it(site: Path) -> None:
     assert python(site, "print('through')", DS_FSMOE="yes").stdout.strip() == "through"
-    done = python(site, "import deepspeed", DS_FSMOE="yes")
-    assert done.returncode == 1
-    assert "ds_fsmoe: DS_FSMOE = 'yes' in the environment: write 1 to have deepspeed.initialize" in done.stderr
+    monkeypatch.setenv("DS_FSMOE", "yes")
+    with pytest.raises(ValueError, match=r"ds_fsmoe: DS_FSMOE = 'yes' in the environment: write 1 to have deepspeed"):
+        env_entry_point._install(deepspeed)
 
 
 # ---- ranks
@@ -69,8 +93,6 @@ def test_another_value_ends_the_import_of_deepspeed_and_no_interpreter_without_i
 
 def begin_on_the_first_rank_only(rank: int, world_size: int, stage: int) -> tuple[str, str]:
     """What rank 0 raises, and what it said before, where the last rank runs stock DeepSpeed."""
-    import deepspeed
-
     from ds_fsmoe.log import logger
     from tests.logged import Said
 
@@ -127,7 +149,7 @@ def losses_of_trl(folder: Path, site: Path, out: str, **variables: str) -> tuple
     return [each["loss"] for each in history if "loss" in each], done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     with (site / "sitecustomize.py").open("a") as file:
@@ -150,7 +172,7 @@ def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: P
 SHOW = "import sys; sys.stdout.write(f'{__name__} {sys.argv}\\n')"  # at once: ranks write into one pipe
 
 
-@pytest.mark.slow
+@pytest.mark.daily("launchers", 2)
 def test_run_gives_a_script_and_a_module_the_arguments_that_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
     (tmp_path / "shown").mkdir()
     for name in ("show.py", "shown/__init__.py", "shown/by_module.py"):
@@ -166,24 +188,11 @@ def test_run_gives_a_script_and_a_module_the_arguments_that_deepspeeds_launcher_
             assert sorted(re.findall(r"__main__ \[[^]]*\]", ours)) == sorted(wanted)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--module", "no.such"], "ds_fsmoe.run: no.such: no such module"),
-        (["--module"], "ds_fsmoe.run: no module given"),
-    ],
-)
-def test_run_names_a_module_that_is_not_there(arguments: list[str], sentence: str, site: Path) -> None:
-    command = f"import runpy, sys; sys.argv = ['run', '--local_rank=0', *{arguments!r}]; "
-    done = python(site, command + "runpy.run_module('ds_fsmoe.run', run_name='__main__')")
-    assert done.returncode == 1
-    assert sentence in done.stderr
-
-
-def test_run_runs_a_module_as_python_does(site: Path, tmp_path: Path) -> None:
+def test_run_runs_a_module_as_python_does(tmp_path: Path) -> None:
     (tmp_path / "shown.py").write_text(SHOW + "\nimport deepspeed; " + WHOSE)
-    command = [sys.executable, "-m", "ds_fsmoe.run", "--module", "shown", "sft", "--module", "x"]
-    environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    shown = f"__main__ ['{tmp_path}/shown.py', 'sft', '--module', 'x']"
-    assert [each for each in (shown, "True") if each not in done.stdout.splitlines()] == [], done.stderr
+    (tmp_path / "begin.py").write_text("from ds_fsmoe import run\nrun.main()\n")
+    said = on_ranks(tmp_path, "begin.py", "--module", "shown", "sft", "--module", "x")
+    for rank in range(2):
+        shown = f"__main__ ['{tmp_path}/shown.py', '--local_rank={rank}', 'sft', '--module', 'x']"
+        assert shown in said.splitlines(), said
+    assert said.splitlines().count("True") == 2

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -19,6 +17,7 @@ from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 
 import ds_fsmoe
+from ds_fsmoe import run
 from ds_fsmoe.engine import compat, entry_points
 from tests.ranks import run_on_ranks
 from tests.scripts import ROOT, START, Start, launch
@@ -320,16 +319,17 @@ def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"), [([], "no script given"), (["absent.py"], "absent.py: no such file")]
+    ("arguments", "sentence"),
+    [
+        ([], "no script given"),
+        (["absent.py"], "absent.py: no such file"),
+        (["--module"], "no module given"),
+        (["--module", "no.such"], "no.such: no such module"),
+    ],
 )
-def test_run_says_what_is_missing(arguments: list[str], sentence: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ds_fsmoe.run", "--local_rank=0", *arguments],
-        env=os.environ | {"PYTHONPATH": str(Path(ds_fsmoe.__file__).parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 1
-    assert sentence in done.stderr
-    assert "usage: deepspeed --module ds_fsmoe.run" in done.stderr
+def test_run_says_what_is_missing(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run", "--local_rank=0", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        run.main()
+    assert str(caught.value).startswith(f"ds_fsmoe.run: {sentence}\nusage: deepspeed --module ds_fsmoe.run")
+    assert deepspeed.initialize is not ds_fsmoe.initialize

@@ -14,7 +14,7 @@ KINDS = ("gate", "order", "alltoall", "expert", "hook")
 
 
 @START
-@sampled("kinds", [("gate", "alltoall", "hook"), KINDS], kept=[0], ids=["three", "all"])
+@sampled("kinds", [*((kind,) for kind in KINDS), KINDS], ids=" ".join)
 def test_a_model_learns_with_each_kind_of_part_of_ones_own(
     kinds: tuple[str, ...], start: Start, tmp_path: Path
 ) -> None:
@@ -23,6 +23,8 @@ def test_a_model_learns_with_each_kind_of_part_of_ones_own(
         found = re.search(rf"^{kind} .*: loss ([\d.]+) -> ([\d.]+)$", printed, re.MULTILINE)
         assert found, printed[-2000:]
         assert float(found[2]) < 0.8 * float(found[1]), kind
+    if "hook" not in kinds:
+        return
     sent = re.search(r"forward: ([\d.]+) kB sent, backward: ([\d.]+) kB sent", printed)
     assert sent, printed[-2000:]
     assert float(sent[1]) == float(sent[2]) > 0

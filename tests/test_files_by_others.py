@@ -149,7 +149,7 @@ def check_right(folder: Path, read: Callable[[Path], dict[str, torch.Tensor]]) -
         assert torch.equal(found[name].reshape(-1), each.reshape(-1)), (read, name)
 
 
-@pytest.mark.long
+@pytest.mark.daily("files by others", 1)
 def test_deepspeeds_readers_refuse_spread_experts_with_the_command_and_read_whole_ones(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     said = run_on_ranks(save, 2, tmp_path / "ranks", ON_2, str(saved))
@@ -171,7 +171,7 @@ def test_deepspeeds_readers_refuse_spread_experts_with_the_command_and_read_whol
     assert names_the_command(caught.value)
 
 
-@pytest.mark.long
+@pytest.mark.daily("files by others", 1)
 def test_deepspeeds_readers_refuse_experts_that_are_spread_over_replicas_too(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     said = run_on_ranks(save, 4, tmp_path / "ranks", ON_4, str(saved))

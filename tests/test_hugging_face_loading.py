@@ -111,25 +111,11 @@ def loaded(rank: int, world_size: int, folders: list[str], stage: int, ep_size: 
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_two_replicas_of_two_parts_have_the_weights_of_the_whole_model(stage: int, tmp_path: Path) -> None:
     folders = [saved("mixtral", tmp_path, each) for each in FORMS]
     found = run_on_ranks(loaded, 4, tmp_path / "ranks", folders, stage, 2, "context, Trainer")
-    assert [each for of_rank in found for each in of_rank] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 3])
-def test_every_family_with_a_causal_model_has_the_weights_of_the_whole_one(stage: int, tmp_path: Path) -> None:
-    from tests.hf_families import families, why_not
-
-    names = [each for each in families() if not why_not(each) and type(model_of(each)).__name__.endswith("CausalLM")]
-    assert len(names) > 30
-    # Under zero.Init transformers 5.23 itself does not know some dense weights by the names that they have in memory.
-    forms = FORMS if stage < 3 else FORMS[:1]
-    folders = [saved(each, tmp_path, form) for each in names for form in forms]
-    found = run_on_ranks(loaded, 2, tmp_path / "ranks", folders, stage, 2, "context, Trainer", limit_s=900)
     assert [each for of_rank in found for each in of_rank] == []
 
 
@@ -211,10 +197,9 @@ FAMILY = dict(zip(FORMS, ("mixtral", "gpt_oss"), strict=True))
 """The experts of the second have biases."""
 
 
-# In the sample one form: reading takes long where everything is counted.
-@sampled(("stage", "by", "forms"), [(*WAYS[-1], FORMS[:1]), *((*each, FORMS) for each in WAYS)], kept=[0])
+@sampled(("stage", "by", "form"), [(*way, form) for way in WAYS for form in FORMS])
 def test_a_rank_has_right_weights_and_never_more_than_its_experts_the_dense_part_and_one_tensor(
-    stage: int, by: str, forms: tuple[str, ...], tmp_path: Path
+    stage: int, by: str, form: str, tmp_path: Path
 ) -> None:
     model = big_model()
     sizes = {name: each.nbytes for name, each in model.named_parameters()}
@@ -222,16 +207,15 @@ def test_a_rank_has_right_weights_and_never_more_than_its_experts_the_dense_part
     dense = sum(sizes.values()) - experts
     assert experts > 6 * max(sizes.values())
     assert experts > 4 * dense
-    folders = [saved(FAMILY[form], tmp_path, form) for form in forms]
-    big = [saved("big", tmp_path, each, model) for each in forms]
+    folders, big = [saved(FAMILY[form], tmp_path, form)], [saved("big", tmp_path, form, model)]
     most = experts // 2 + dense + max(sizes.values())
-    for said, ours, [without] in run_on_ranks(whole_and_in_parts, 2, tmp_path / "ranks", folders, big, stage, by):
+    for said, [ours], [without] in run_on_ranks(whole_and_in_parts, 2, tmp_path / "ranks", folders, big, stage, by):
         assert said == []
-        for form, found in zip(forms, ours, strict=True):
-            assert found["read"] == experts // 2, form
-            assert found["peak"] <= most, form
+        assert ours["read"] == experts // 2
+        assert ours["peak"] <= most
         assert without["read"] == experts
-        assert without["peak"] > most
+        # What is stacked in the file already is mapped, and takes no memory.
+        assert form == FORMS[1] or without["peak"] > most
 
 
 def big_model() -> nn.Module:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +13,10 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from ds_fsmoe.components.expert_compute.contract import follows_contract
-from ds_fsmoe.components.gate import entropy_of
-from ds_fsmoe.telemetry.routers import RouterOutput, probabilities_of, router_outputs
-from tests.hf_families import NUM_CHOICES, batch, families, loss_of, model_of, why_not
+from ds_fsmoe.telemetry.routers import probabilities_of, router_outputs
+from tests.hf_families import NUM_CHOICES, batch, model_of
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of
 
 LENGTH, ACCUMULATION = 16, 2
@@ -62,7 +60,7 @@ def written(folder: Path, name: str) -> float:
     return float(rows[0][1])
 
 
-@pytest.mark.parametrize("checkpoints", [False, pytest.param(True, marks=pytest.mark.slow)])
+@sampled("checkpoints", [False, True])
 def test_load_and_entropy_of_the_model_s_own_routers_are_those_of_its_router_logits(
     checkpoints: bool, tmp_path: Path
 ) -> None:
@@ -109,33 +107,3 @@ def test_a_module_around_several_layers_speaks_for_none_of_them() -> None:
     (found,) = router_outputs(model, {"L00": model.block.experts}).values()
     assert found.module is model.block
     assert found.of((1, 2)) == 2
-
-
-def _note(output: RouterOutput, seen: list[Any], module: nn.Module, args: Any, returned: Any) -> None:
-    seen.append(output.of(returned))
-
-
-@pytest.mark.slow
-def test_the_routers_of_nearly_every_family_are_found_and_give_a_probability_of_each_choice() -> None:
-    silent = []
-    for family in families():
-        if why_not(family):
-            continue
-        model = model_of(family)
-        experts = {name: each for name, each in model.named_modules() if follows_contract(each)}
-        found = router_outputs(model, experts)
-        if set(found) != set(experts):
-            silent.append(family)
-            continue
-        seen: list[Any] = []
-        for output in found.values():
-            note = functools.partial(_note, output, seen)
-            output.module.register_forward_hook(note)
-        loss_of(model, batch(0, 1))
-        assert len(seen) >= len(experts), family
-        for logits in seen:
-            probs_SE = probabilities_of(logits)
-            assert torch.allclose(probs_SE.sum(1), torch.ones(len(probs_SE)), atol=1e-3), family
-            assert 0 <= entropy_of(probs_SE, None) < 3, family
-    # The first layers of the one choose by a token's number; a block of the other has experts of text and of images.
-    assert silent == ["deepseek_v4", "ernie4_5_vl_moe"]

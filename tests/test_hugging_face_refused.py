@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of Hugging Face's models is refused, before any group is made, and over how many ranks experts are spread."""
+"""What of Hugging Face's models and of PEFT's adapters is refused, before any group is made; over how many ranks
+experts are spread."""
 
 from __future__ import annotations
 
@@ -15,8 +16,14 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
 pytest.importorskip("transformers")
+pytest.importorskip("peft")
 
-from tests.hf_families import NUM_EXPERTS, WIDTH, model_of
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.engine.convert_experts import chosen_ep_size, table_of
+from ds_fsmoe.layer.parts import LayerError
+from tests.hf_families import NUM_EXPERTS, WIDTH, batch, model_of
+from tests.hf_lora import BOTH, engine_with, lora_config, lora_of, step
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of
 
@@ -77,8 +84,6 @@ def test_sequence_parallel_ranks_are_refused_by_that_name_and_not_as_tensor_para
     ],
 )
 def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module], None], sentence: str) -> None:
-    from ds_fsmoe.layer.parts import LayerError
-
     model = model_of("olmoe")
     change(model)
     with pytest.raises(LayerError, match=sentence):
@@ -102,16 +107,12 @@ def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module
 def test_what_does_not_go_with_hugging_faces_experts_is_refused(
     block: dict[str, Any], others: dict[str, Any], sentence: str
 ) -> None:
-    from ds_fsmoe.config.reading import ConfigError
-
     with pytest.raises(ConfigError, match=sentence):
         engine_of(model_of("olmoe"), ds_config(1, **block) | others)
     assert not dist.is_initialized()
 
 
 def test_wrapped_models_are_refused() -> None:
-    from ds_fsmoe.layer.parts import LayerError
-
     with pytest.raises(LayerError, match=r"the model is a DataParallel: pass the model itself to initialize\(\)"):
         engine_of(nn.DataParallel(model_of("olmoe")), ds_config(1))
 
@@ -130,16 +131,11 @@ def test_wrapped_models_are_refused() -> None:
 def test_auto_spreads_experts_over_as_many_ranks_of_a_node_as_divide_them(
     asked: Any, experts: list[int], ranks: int, per_node: int, expected: int
 ) -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock
-    from ds_fsmoe.engine.convert_experts import chosen_ep_size
 
     assert chosen_ep_size(FSMoEBlock(ep_size=asked), experts, ranks, per_node) == expected
 
 
 def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock
-    from ds_fsmoe.config.reading import ConfigError
-    from ds_fsmoe.engine.convert_experts import chosen_ep_size
 
     with pytest.raises(
         ConfigError, match="must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"
@@ -148,8 +144,6 @@ def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
 
 
 def test_an_ep_size_that_does_not_fit_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_fsmoe.config.reading import ConfigError
-
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ConfigError, match=r"fsmoe\.ep_size = 3: must divide the 6 ranks and the 4"):
         engine_of(model_of("olmoe"), ds_config(1, ep_size=3))
@@ -159,9 +153,99 @@ def test_an_ep_size_that_does_not_fit_is_refused_before_any_group(monkeypatch: p
 def test_an_ep_size_for_stock_layers_alone_is_refused_with_where_it_belongs() -> None:
     from deepspeed.moe.layer import MoE
 
-    from ds_fsmoe.config.reading import ConfigError
-
     model = nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4))
     message = r"fsmoe.ep_size = 2 applies .* set deepspeed.moe.layer.MoE\(..., ep_size=...\)"
     with pytest.raises(ConfigError, match=message):
         engine_of(model, ds_config(1, ep_size=2))
+
+
+# ---- adapters
+
+EXPERTS = "base_model.model.model.layers.0.mlp.experts"
+
+
+def of_biases() -> nn.Module:
+    return lora_of("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
+
+
+def with_a_copy() -> nn.Module:
+    return lora_of("olmoe", modules_to_save=["experts"])
+
+
+def of_another_kind() -> nn.Module:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    class Scaled(nn.Module, BaseTunerLayer):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
+
+    Scaled.__module__ = "peft.tuners.scaled"
+    model = lora_of("olmoe")
+    block = model.base_model.model.model.layers[0].mlp
+    block.experts = Scaled(block.experts)
+    return model
+
+
+def with_more_parameters() -> nn.Module:
+    model = lora_of("olmoe", ("down",))
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    wrapper.magnitude = nn.Parameter(wrapper.lora_A.default.weight.detach().clone())
+    return model
+
+
+def laid_out_otherwise() -> nn.Module:
+    """As PEFT did when it took every weight for transposed."""
+    model = lora_of("olmoe", ("down",))
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    a, b = wrapper.lora_A.default, wrapper.lora_B.default
+    a.weight, b.weight = nn.Parameter(b.weight.detach().t().clone()), nn.Parameter(a.weight.detach().t().clone())
+    return model
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (of_biases, rf"{EXPERTS}: an adapter of gate_up_proj_bias has one A for all experts, .* can be gate_up_proj"),
+        (
+            with_a_copy,
+            rf"{EXPERTS}.original_module: PEFT has wrapped the experts in a ModulesToSaveWrapper, .*a second copy",
+        ),
+        (of_another_kind, rf"{EXPERTS}.base_layer: PEFT has wrapped the experts in a Scaled, an adapter of another"),
+        (with_more_parameters, rf"{EXPERTS}: has parameters magnitude besides A and B of plain LoRA"),
+        (laid_out_otherwise, rf"{EXPERTS}: A and B of adapter 'default' are \[16, 32\] .* must be \[16, 24\] and \[32"),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be_cut_are_named(made: Callable[[], nn.Module], sentence: str) -> None:
+    with pytest.raises(LayerError, match=sentence):
+        engine_with(made(), ds_config(1))
+    assert not dist.is_initialized()
+
+
+def test_dora_on_experts_is_refused_by_peft_itself() -> None:
+    with pytest.raises(ValueError, match="does not work with use_dora=True"):
+        lora_of("olmoe", BOTH, use_dora=True)
+
+
+def added_later(rank: int, world_size: int) -> list[str]:
+    engine = engine_with(lora_of("olmoe", BOTH), ds_config(1, ep_size=2))
+    table = table_of(list(engine.fsmoe.layers.values()), engine.module, 0)
+    # 2 of 4 experts; of rank 4, on weights [48, 32] and [32, 24].
+    weights, adapters = 2 * 2 * (48 * 32 + 32 * 24), 2 * 2 * 4 * (48 + 32 + 32 + 24)
+    said = [] if f"{weights + adapters:,}" in table and f"  {adapters:,}  " in table else [table]
+    step(engine, batch(0, world_size), rank)
+    engine.module.add_adapter("later", lora_config(model_of("olmoe"), BOTH))
+    engine.module.set_adapter("later")
+    try:
+        engine(input_ids=batch(0, 1))
+    except LayerError as error:
+        if "adapter 'later' of down_proj was added after initialize()" not in str(error):
+            said.append(str(error))
+    else:
+        said.append("an adapter that no optimizer knows was used")
+    engine.destroy()
+    return said
+
+
+def test_the_table_has_what_trains_and_an_adapter_added_later_is_refused(tmp_path: Path) -> None:
+    assert run_on_ranks(added_later, 2, tmp_path) == [[], []]

@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 pytest.importorskip("trl")
 
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.scripts import ROOT, free_port, launch
-
-pytestmark = pytest.mark.long
 
 SCRIPTS = ROOT / "examples" / "hf"
 EVERYWHERE = ("--logging_steps=1", "--report_to=none", "--learning_rate=1e-2", "--disable_tqdm=true")
@@ -126,7 +125,7 @@ def trained(base: Path) -> Path:
     return base
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read_by_transformers(trained: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -158,6 +157,7 @@ def assert_as_on_one_process(base: Path, name: str) -> None:
         torch.testing.assert_close(whole[key], each, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_as_on_one_process(trained: Path) -> None:
     assert_as_on_one_process(trained, "full")
     assert history(trained / "again") == history(trained / "full")
@@ -165,12 +165,13 @@ def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_as
     assert full == again
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 def test_trainers_own_optimizer_clips_accumulates_and_evaluates_at_stage_3_as_on_one_process(base: Path) -> None:
     on_ranks(base, 2, [trainer("full3", 2, *FULL)])
     assert_as_on_one_process(base, "full3")
 
 
+@pytest.mark.long
 def test_accelerate_saves_the_weights_that_one_process_trains(trained: Path) -> None:
     ours, theirs = (load_file(trained / each / "model.safetensors") for each in ("accelerate", "plain-accelerate"))
     assert ours.keys() == theirs.keys()
@@ -184,7 +185,7 @@ def sft(out: str, batch: int, *more: str) -> Run:
     return ("sft.py", *model, f"--per_device_train_batch_size={batch}", *EVERYWHERE, *of_trl, *more)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("lora", [False, True])
 def test_trl_trains_as_with_stock_deepspeed(stage: int, lora: bool, base: Path) -> None:
@@ -198,7 +199,8 @@ def test_trl_trains_as_with_stock_deepspeed(stage: int, lora: bool, base: Path) 
     assert_alike(base / ours, base / stock)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@sampled("stage", [2, 3])
+@pytest.mark.long
 def test_a_reference_that_trl_lets_follow_the_policy_is_that_of_stock(stage: int, base: Path) -> None:
     off = json.loads((SCRIPTS / f"zero{stage}.json").read_text()) | {"fsmoe": {"enabled": False}}
     (base / "off.json").write_text(json.dumps(off))
@@ -214,7 +216,7 @@ def test_a_reference_that_trl_lets_follow_the_policy_is_that_of_stock(stage: int
         torch.testing.assert_close(ours[name], each, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("lora", ["attention", "experts"])
 @pytest.mark.parametrize("reentrant", ["true", "false"])
@@ -227,7 +229,7 @@ def test_lora_with_checkpointing_trains_as_on_one_process(stage: int, lora: str,
     assert_alike(base / out, base / f"{out}-plain")
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 def test_bf16_is_trained_as_stock_deepspeed_trains_it(base: Path) -> None:
     off = json.loads((SCRIPTS / "zero2.json").read_text()) | {"fsmoe": {"enabled": False}}
     (base / "off.json").write_text(json.dumps(off))
@@ -236,7 +238,7 @@ def test_bf16_is_trained_as_stock_deepspeed_trains_it(base: Path) -> None:
     assert_alike(base / "bf16", base / "bf16-stock", rel=2e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("hugging face", 2)
 def test_the_launcher_runs_an_untouched_script(base: Path) -> None:
     variables = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))}
     script, *arguments = trainer("launched", 2, "--max_grad_norm=0.1", "--gradient_accumulation_steps=2")

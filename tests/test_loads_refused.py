@@ -10,11 +10,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
+from ds_fsmoe.checkpoint import loading
+from ds_fsmoe.checkpoint_files import pieces, whole
 from ds_fsmoe.checkpoint_files.manifest import NAME, sum_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
@@ -88,62 +91,140 @@ def rewrite(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     (place / NAME).write_text(json.dumps(found))
 
 
-def with_plans(place: Path, shares: int) -> None:
+def sum_up(place: Path, file: Path) -> None:
     """Somebody who can write files can also sum them up."""
-    for file in place.glob("fsmoe_rank_*.pt"):
-        state = torch.load(file)
-        plans = json.loads(state["plans"])
-        for layer in plans["layers"].values():
-            layer["forward"]["shares"] = [1 / shares] * shares
-        torch.save(state | {"plans": json.dumps(plans)}, file)
-        found = sum_of(file)
-        rewrite(place, lambda each, file=file, found=found: each["files"].update({file.name: vars(found)}))
+    rewrite(place, lambda found: found["files"].update({file.name: vars(sum_of(file))}))
 
 
-def instead(path: Path, make_it: Callable[[Path], Any]) -> None:
-    path.unlink()
-    make_it(path)
+def of_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    """Change what the second rank has saved of itself."""
+
+    def changed(place: Path) -> None:
+        file = place / "fsmoe_rank_00001.pt"
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+        sum_up(place, file)
+
+    return changed
 
 
-ZERO = "/dev/zero"
+def with_plans(state: dict[str, Any], shares: int) -> None:
+    plans = json.loads(state["plans"])
+    for layer in plans["layers"].values():
+        layer["forward"]["shares"] = [1 / shares] * shares
+    state["plans"] = json.dumps(plans)
+
+
+def of_index(change: Callable[[list[Any]], Any]) -> Callable[[Path], None]:
+    """Change the pieces of a group of the index."""
+
+    def changed(place: Path) -> None:
+        file = place / pieces.NAME
+        found = json.loads(file.read_text())
+        change(found["groups"][0]["pieces"])
+        file.write_text(json.dumps(found))
+        sum_up(place, file)
+
+    return changed
+
+
+def instead(name: str, make_it: Callable[[Path, bytes], Any]) -> Callable[[Path], None]:
+    """Put something in the place of a file, and tell it the content; ``latest`` lies beside the tag's folder."""
+
+    def changed(place: Path) -> None:
+        path = (place.parent if name == "latest" else place) / name
+        content = path.read_bytes()
+        path.unlink()
+        make_it(path, content)
+
+    return changed
+
+
+def a_pipe(path: Path, _: bytes) -> None:
+    os.mkfifo(path)
+
+
+def sizes(**changed: int) -> Callable[[Path], None]:
+    return lambda place: rewrite(place, lambda found: found["sizes"].update(changed))
+
+
+TWICE = b', "files": {}}'
+EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
+BYTES, NUMPY = torch.zeros(3, dtype=torch.uint8), {"keys": torch.zeros(3, dtype=torch.int64)}
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    # Files that are not those that were saved.
+    "changed": (
+        instead(EXPERT, lambda at, was: at.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))),
+        "is not what was saved: its checksum differs",
+    ),
+    "short": (instead(EXPERT, lambda at, was: at.write_bytes(was[:100])), f"{EXPERT} has 100 bytes and should have"),
+    "missing": (lambda place: (place / EXPERT).unlink(), f"{EXPERT} is missing"),
+    # What is no file.
+    "a FIFO": (instead("mp_rank_00_model_states.pt", a_pipe), "is a FIFO, not a regular"),
+    "a device": (instead(EXPERT, lambda at, _: at.symlink_to("/dev/zero")), "is a device, not a regular file"),
+    "a link": (
+        instead("fsmoe_rank_00001.pt", lambda at, _: at.symlink_to("/etc/hostname")),
+        "is a link to /etc/hostname",
+    ),
+    # What describes them.
     "no manifest": (lambda place: (place / NAME).unlink(), "fsmoe.json is missing, and fsmoe_pieces.json says that"),
+    "half a manifest": (instead(NAME, lambda at, _: at.write_text("{")), "fsmoe.json cannot be read"),
+    "a FIFO for a manifest": (instead(NAME, a_pipe), "fsmoe.json is a FIFO"),
     "no files": (lambda place: rewrite(place, lambda found: found.update(files={})), "does not name fsmoe_pieces.json"),
     "no files, twice": (
-        lambda place: (place / NAME).write_text((place / NAME).read_text()[:-1] + ', "files": {}}'),
+        instead(NAME, lambda at, was: at.write_bytes(was.rstrip()[:-1] + TWICE)),
         "'files' is listed twice",
     ),
-    "a FIFO": (lambda place: instead(place / "mp_rank_00_model_states.pt", os.mkfifo), "is a FIFO, not a regular"),
-    "a device": (
-        lambda place: instead(place / "layer_1_expert_2_mp_rank_00_model_states.pt", lambda at: at.symlink_to(ZERO)),
-        "is a device, not a regular file",
+    "layout": (sizes(mp=2, world=8), "another layout (world 8 -> 2; mp 2 -> 1) and cannot be converted"),
+    "shards": (sizes(esp=2), "has 4 files of experts of moes.0, and should have 8"),
+    "index: a piece twice": (of_index(lambda found: found.append([*found[0][:3], 10**6])), "is there twice in"),
+    "index: a hole": (of_index(lambda found: found[0].__setitem__(1, 1)), "leave a hole at element 0"),
+    "index: bytes": (of_index(lambda found: found.append(["other", 0, 10**12, 10**6])), "elements in"),
+    "index: ranks": (of_index(lambda found: found.extend([each[0], 0, 0, 0] for each in found * 999)), "have at most"),
+    # What a rank says of itself, with a checksum that fits. Of the generators, torch's is set last.
+    "torch's generator": (
+        of_state(lambda found: found["random"].update(torch=BYTES)),
+        "_00001.pt failed",
     ),
-    "a link": (
-        lambda place: instead(place / "fsmoe_rank_00001.pt", lambda at: at.symlink_to("/etc/hostname")),
-        "is a link to /etc/hostname, outside of",
-    ),
-    "a FIFO for a manifest": (lambda place: instead(place / NAME, os.mkfifo), "fsmoe.json is a FIFO"),
-    "100000 chunks": (lambda place: with_plans(place, 100_000), "a plan of 100000 chunks for L00"),
+    "numpy's generator": (of_state(lambda found: found["random"]["numpy"].update(NUMPY)), "_00001.pt failed"),
+    "Python's generator": (of_state(lambda found: found["random"].pop("python")), "_00001.pt failed"),
+    "format": (of_state(lambda found: found.update(format=99)), "has format 99"),
+    "no plans": (of_state(lambda found: found.update(plans='{"layers": {}}')), "_00001.pt failed"),
+    "100000 chunks": (of_state(lambda found: with_plans(found, 100_000)), "a plan of 100000 chunks for L00"),
+    # Which tag it is.
     "latest elsewhere": (
-        lambda place: (place.parent / "latest").write_text(f"../{place.parent.name}/tag"), "is not a folder in"
+        lambda place: (place.parent / "latest").write_text(f"../{place.parent.name}/tag"),
+        "is not a folder in",
     ),
-    "latest a FIFO": (lambda place: instead(place.parent / "latest", os.mkfifo), "latest is a FIFO"),
-}  # fmt: skip
+    "latest gone": (instead("latest", lambda at, _: at.write_text("gone")), "gone: no such checkpoint; there are: tag"),
+    "latest a FIFO": (instead("latest", a_pipe), "latest is a FIFO"),
+}
+
+
+def unexpected(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a file is read")
 
 
 def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     hurry()
     engine = make(rank, Case(ep_size=2, stage=1, k=2))
     train(engine, rank, 0)
-    said = {}
     for name, (change, _) in CHANGES.items():
         engine.save_checkpoint(f"{folder}/{name}", "tag")
         torch.distributed.barrier()
         if rank == 0:
             change(Path(folder) / name / "tag")
         torch.distributed.barrier()
-        said[name] = said_by(lambda name=name: engine.load_checkpoint(f"{folder}/{name}"))
     engine.save_checkpoint(f"{folder}/over", "tag")
+    said = {}
+    with torch.no_grad():
+        engine.module.middle.weight.fill_(0.5)
+    generator = torch.get_rng_state()
+    for name in CHANGES:
+        said[name] = said_by(lambda name=name: engine.load_checkpoint(f"{folder}/{name}"))
+        assert bool((engine.module.middle.weight == 0.5).all()), f"{name}: weights were changed"
+        assert torch.equal(torch.get_rng_state(), generator), f"{name}: a generator was changed"
 
     def save_over(src: Any, dst: Any) -> None:
         if rank == 0:
@@ -159,6 +240,14 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
     torch.distributed.barrier()
     assert engine.load_checkpoint(f"{folder}/over", "best")[0] is not None
     engine.destroy()
+    # An index is refused in any layout, and before anything is read.
+    engine = make(rank, Case(ep_size=2, stage=2, k=2))
+    for name in CHANGES:
+        if name.startswith("index"):
+            with patch.object(loading, "read_file", unexpected), patch.object(whole, "read_file", unexpected):
+                moved = said_by(lambda name=name: engine.load_checkpoint(f"{folder}/{name}"))
+            assert moved == said[name]
+    engine.destroy()
     return said
 
 
@@ -168,6 +257,7 @@ def test_what_is_not_a_whole_checkpoint_of_regular_files_is_refused_on_every_ran
     for name, (_, words) in CHANGES.items():
         assert words in first[name], (name, first[name])
         assert str(tmp_path) in first[name]
+        assert name.startswith("index") <= (f"{pieces.NAME} is damaged, or not a manifest" in first[name]), name
     assert "was overwritten while it was read: load it again" in first["over"]
 
 
@@ -221,8 +311,8 @@ def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path:
         (tmp_path / name / "mine").write_text("mine")
 
     def converted(to: str) -> list[str]:
-        whole = convert.open_checked(convert.find_tag(saved, None))
-        return [name for name, _ in convert.export_stock(whole, tmp_path / to)]
+        opened = convert.open_checked(convert.find_tag(saved, None))
+        return [name for name, _ in convert.export_stock(opened, tmp_path / to)]
 
     assert "mp_rank_00_model_states.pt" in converted("out")
     assert not (tmp_path / "out" / "tag" / "link.txt").exists()

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -92,135 +91,102 @@ def test_the_elements_of_an_expert_are_those_that_a_checkpoint_calls_its_own(
         assert torch.equal(tensor.flatten()[first::step][:count], own)
 
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+class Moves(NamedTuple):
+    """A job whose experts move after each step."""
+
+    model: str
+    """A family; with ``lora`` behind it, of frozen experts with adapters; ``stock``: of DeepSpeed's own layers."""
+    world_size: int
+    stage: int
+    ep: int = 2
+    dtype: str = "float32"
+    accumulation: int = 1
+    dispatch: str = "padded"
+
+    def engine(self, rank: int) -> Any:
+        import ds_fsmoe
+
+        config = adam(self.stage, self.dtype, self.accumulation, num_chunks=2)
+        if self.model != "stock":
+            config["fsmoe"]["ep_size"] = self.ep
+            if "lora" in self.model:
+                from tests.hf_lora import BOTH, engine_with, lora_of
+
+                return engine_with(lora_of(self.model.split()[0], BOTH), config)
+            return engine_of(model_of(self.model), config)
+        drops = self.dispatch != "unpadded"
+        case = Case(ep_size=self.ep, stage=self.stage, k=2, drop_tokens=drops, expert="smooth")
+        config = case.ds_config(fsmoe={"enabled": True, "dispatch": self.dispatch}, optimizer=config["optimizer"])
+        torch.manual_seed(0)
+        model = SmallModel(case, rank)
+        return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+    def step(self, engine: Any, rank: int, number: int) -> list[float]:
+        if self.model == "stock":
+            return train_steps(engine, rank, [number])
+        losses = []
+        for micro in range(self.accumulation):
+            x = batch(7 * number + micro, self.world_size)[rank : rank + 1]
+            losses.append(loss_of(engine, x))
+            engine.backward(losses[-1])
+            engine.step()
+        return [each.item() for each in losses]
 
 
-def moves_through_training(
-    rank: int, world_size: int, family: str, stage: int, ep: int, dtype: str, accumulation: int
-) -> list[str]:
+def moves_through_training(rank: int, world_size: int, job: Moves) -> list[str]:
     """What differs between a job whose experts move at random and one whose experts stay."""
     said = []
     losses: dict[bool, list[float]] = {}
     for moves in (False, True):
-        model = model_of(family)
         with on_nodes(*(at * 2 // world_size for at in range(world_size))):
-            engine = engine_of(copy.deepcopy(model), adam(stage, dtype, accumulation, ep_size=ep, num_chunks=2))
+            engine = job.engine(rank)
         placements = placements_of(engine)
         losses[moves] = []
-        for step in range(4):
-            for micro in range(accumulation):
-                x = batch(7 * step + micro, world_size)[rank : rank + 1]
-                loss = loss_of(engine, x)
-                engine.backward(loss)
-                engine.step()
-                losses[moves].append(loss.item())
+        for number in range(3):
+            losses[moves] += job.step(engine, rank, number)
             if moves:
                 before = everywhere(placements)
+                if "lora" in job.model and not any("lora_B" in name and "exp_avg" in name for _, name, _ in before):
+                    said.append(f"no state of an adapter among {sorted({name for _, name, _ in before})}")
                 placements.go_to(
-                    {label: drawn(now, 5 * step + at) for at, (label, now) in enumerate(placements.now.items())}
+                    {label: drawn(now, 5 * number + at) for at, (label, now) in enumerate(placements.now.items())}
                 )
                 if everywhere(placements) != before:
-                    said.append(f"{family}: states differ after the moves of step {step}")
+                    said.append(f"states differ after the moves of step {number}")
         if moves:
             with placements.in_model_order():
                 if not all(each.is_at_start for each in placements.now.values()):
                     said.append("not at home")
         engine.destroy()
-    tolerance = 2e-2 if dtype == "bfloat16" else 1e-5
+    tolerance = 2e-2 if job.dtype == "bfloat16" else 1e-5
     for at, (ours, theirs) in enumerate(zip(losses[True], losses[False], strict=True)):
         if not abs(ours - theirs) <= tolerance * abs(theirs):
-            said.append(f"{family}: loss {at} is {ours} for {theirs}")
+            said.append(f"loss {at} is {ours} for {theirs}")
     return said
 
 
-@sampled(
-    ("world_size", "ep", "stage", "family", "dtype", "accumulation"),
-    [
-        (4, 2, 2, "qwen3_moe", "float32", 2),
-        (4, 2, 3, "gpt_oss", "bfloat16", 1),
-        (2, 2, 0, "deepseek_v3", "float32", 1),
-        (4, 4, 1, "qwen3_moe", "bfloat16", 1),
-        (4, 2, 0, "gpt_oss", "float32", 1),
-        (4, 4, 3, "qwen3_moe", "float32", 2),
-    ],
-    kept=[0],
-)
-def test_training_goes_on_as_if_experts_had_stayed(
-    world_size: int, ep: int, stage: int, family: str, dtype: str, accumulation: int, tmp_path: Path
-) -> None:
-    args = family, stage, ep, dtype, accumulation
-    found = run_on_ranks(moves_through_training, world_size, tmp_path, *args)
-    assert [each for of_rank in found for each in of_rank] == []
+MOVES = [
+    Moves("qwen3_moe", 4, 2, accumulation=2),
+    Moves("qwen3_moe lora", 2, 2),
+    Moves("qwen3_moe lora", 2, 3),
+    Moves("qwen3_moe lora", 2, 0),
+    Moves("qwen3_moe lora", 4, 2),
+    Moves("gpt_oss", 4, 3, dtype="bfloat16"),
+    Moves("deepseek_v3", 2, 0),
+    Moves("qwen3_moe", 4, 1, ep=4, dtype="bfloat16"),
+    Moves("gpt_oss", 4, 0),
+    Moves("qwen3_moe", 4, 3, ep=4, accumulation=2),
+    Moves("stock", 2, 1, dispatch="unpadded"),
+    Moves("stock", 4, 2),
+    Moves("stock", 4, 0, dispatch="unpadded"),
+    Moves("stock", 2, 0),
+]
 
 
-def stock_moves(rank: int, world_size: int, stage: int, dispatch: str) -> list[str]:
-    import ds_fsmoe
-
-    said, losses = [], {}
-    case = Case(ep_size=2, stage=stage, k=2, drop_tokens=dispatch != "unpadded", expert="smooth")
-    for moves in (False, True):
-        torch.manual_seed(0)
-        config = case.ds_config(fsmoe={"enabled": True, "dispatch": dispatch})
-        config["optimizer"] = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
-        model = SmallModel(case, rank)
-        engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-        placements = placements_of(engine)
-        losses[moves] = []
-        for step in range(3):
-            losses[moves] += train_steps(engine, rank, [step])
-            if moves:
-                before = everywhere(placements)
-                placements.go_to({label: drawn(now, step) for label, now in placements.now.items()})
-                if everywhere(placements) != before:
-                    said.append(f"states differ after the moves of step {step}")
-        engine.destroy()
-    if not torch.allclose(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-5):
-        said.append(f"losses {losses[True]} for {losses[False]}")
-    return said
-
-
-@sampled(
-    ("world_size", "stage", "dispatch"),
-    [(4, 2, "padded"), (4, 0, "unpadded"), (2, 1, "unpadded"), (2, 0, "padded")],
-    kept=[2],
-)
-def test_experts_of_deepspeeds_own_layers_move_too(world_size: int, stage: int, dispatch: str, tmp_path: Path) -> None:
-    found = run_on_ranks(stock_moves, world_size, tmp_path, stage, dispatch)
-    assert [each for of_rank in found for each in of_rank] == []
-
-
-def adapters_move(rank: int, world_size: int, stage: int, ep: int) -> list[str]:
-    """As moves_through_training, of a model whose experts are frozen and have adapters."""
-    from tests.hf_lora import BOTH, engine_with, lora_of
-
-    said = []
-    losses: dict[bool, list[float]] = {}
-    for moves in (False, True):
-        engine = engine_with(lora_of("qwen3_moe", BOTH), adam(stage, ep_size=ep, num_chunks=2))
-        placements = placements_of(engine)
-        losses[moves] = []
-        for step in range(3):
-            x = batch(7 * step, world_size)[rank : rank + 1]
-            loss = engine(input_ids=x, labels=x).loss
-            engine.backward(loss)
-            engine.step()
-            losses[moves].append(loss.item())
-            if moves:
-                before = everywhere(placements)
-                names = {name for _, name, _ in before}
-                if not any("lora_B" in each and "exp_avg" in each for each in names):
-                    said.append(f"no state of an adapter among {sorted(names)}")
-                placements.go_to({label: drawn(now, step) for label, now in placements.now.items()})
-                if everywhere(placements) != before:
-                    said.append(f"states differ after the moves of step {step}")
-        engine.destroy()
-    if not torch.allclose(torch.tensor(losses[True]), torch.tensor(losses[False]), rtol=1e-5):
-        said.append(f"losses {losses[True]} for {losses[False]}")
-    return said
-
-
-@sampled(("world_size", "stage", "ep"), [(4, 2, 2), (2, 3, 2), (2, 0, 2)], kept=[])
-def test_adapters_of_experts_move_with_them(world_size: int, stage: int, ep: int, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
-    found = run_on_ranks(adapters_move, world_size, tmp_path, stage, ep)
+# Replicas of experts whose gradients accumulate; adapters, with states of their own; DeepSpeed's own layers.
+@sampled("job", MOVES, kept=[0, 1, 10], ids=lambda job: "-".join(map(str, job)))
+def test_training_goes_on_as_if_experts_had_stayed(job: Moves, tmp_path: Path) -> None:
+    if "lora" in job.model:
+        pytest.importorskip("peft")
+    found = run_on_ranks(moves_through_training, job.world_size, tmp_path, job)
     assert [each for of_rank in found for each in of_rank] == []

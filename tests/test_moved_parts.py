@@ -3,27 +3,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
-from ds_fsmoe.checkpoint_files.pieces import (
-    Group,
-    Index,
-    OpenFiles,
-    Piece,
-    SavedPieces,
-    Source,
-    elements_of_part,
-    joined,
-)
-from ds_fsmoe.checkpoint_files.tags import CheckpointError
+from ds_fsmoe.checkpoint_files.pieces import Source, elements_of_part
 from tests.taken_bytes import Taken
 
 E, WIDTH = 4, 12
@@ -64,61 +51,3 @@ def test_every_range_of_every_part_is_that_of_the_whole(was: list[ExpertPart], n
                 parts = [source.take() for source in elements_of_part(was[0], each, whole.shape, first, size, saved)]
             assert torch.equal(torch.cat(parts), wanted[first : first + size])
             assert taken.largest_bytes <= max(WIDTH * 2 * WIDTH, 64 * 3 * E) * whole.itemsize
-
-
-def index_of(num_parameters: int, num_ranks: int) -> Index:
-    """The index of ZeRO 3: every rank has a piece of every parameter."""
-    groups = (
-        Group(
-            f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-            {"fp32": ("flat",)},
-            {},
-            {},
-            tuple(Piece(f"layer.{each}", 2 * rank, 2, 2 * each) for each in range(num_parameters)),
-        )
-        for rank in range(num_ranks)
-    )
-    return Index("Adam", tuple(groups), {})
-
-
-def lines_of(work: Callable[[], Any]) -> int:
-    """The executed lines of this package's files."""
-    count = 0
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        nonlocal count
-        count += event == "line" and "ds_fsmoe" in frame.f_code.co_filename
-        return trace
-
-    sys.settrace(trace)
-    work()
-    sys.settrace(None)
-    return count
-
-
-def read_by_one_rank(num_parameters: int, num_ranks: int) -> int:
-    index, place = index_of(num_parameters, num_ranks), Path("folder")
-
-    def read() -> None:
-        found = SavedPieces(index, 0, OpenFiles(place, lambda path: None), place)
-        for each in range(num_parameters):
-            assert [source.size for source in found.sources(f"layer.{each}", "fp32", 3, 2)] == [1, 1]
-
-    return lines_of(read)
-
-
-def test_the_work_with_pieces_grows_with_their_number_and_no_faster() -> None:
-    few = read_by_one_rank(200, 8)
-    assert read_by_one_rank(400, 8) <= 2.2 * few
-    assert read_by_one_rank(200, 16) <= 2.2 * few
-
-
-def test_elements_in_pieces_that_are_missing_are_named() -> None:
-    index = index_of(1, 4)
-    holed = replace(index, groups=tuple(each for at, each in enumerate(index.groups) if at != 2))
-    files = OpenFiles(Path("folder"), lambda path: {"flat": torch.arange(2.0) + 2 * int(path.name.split("_")[3])})
-    whole, parted = (SavedPieces(each, 0, files, Path("folder")) for each in (index, holed))
-    assert joined(whole.sources("layer.0", "fp32", 1, 6)).tolist() == [1, 2, 3, 4, 5, 6]
-    assert joined(parted.sources("layer.0", "fp32", 1, 3)).tolist() == [1, 2, 3]
-    with pytest.raises(CheckpointError, match=r"has 3 of the 5 elements of fp32 of layer\.0"):
-        list(parted.sources("layer.0", "fp32", 1, 5))

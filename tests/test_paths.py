@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.checkpoint.plan_state import read_paths
@@ -61,25 +63,25 @@ def same(found: dict[str, PathProfile], wanted: dict[str, PathProfile]) -> bool:
     )
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 3])
-def test_choices_of_all_forwards_are_counted_by_their_paths(length: int) -> None:
-    profiler = PathProfiler(LAYERS, length, every=1)
-    forwards = [drawn(seed, size) for seed, size in enumerate((13, 0, 29))]
-    for each in forwards:
-        forward(profiler, each)
-    assert same(profiler.profiles(), counted(forwards, length))
-
-
-def test_only_every_nth_forward_in_training_with_a_batch_is_counted() -> None:
-    profiler = PathProfiler(LAYERS, 2, every=2)
-    forwards = [drawn(seed, 17) for seed in range(5)]
-    for each in forwards:
-        forward(profiler, each)
-        forward(profiler, drawn(8, 17), is_training=False)
-        profiler.is_paused = True
-        forward(profiler, drawn(9, 17))
-        profiler.is_paused = False
-    assert same(profiler.profiles(), counted(forwards[::2], 2))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from(("trains", "trains", "evaluates", "is paused"))), max_size=6
+    ),
+    *(st.integers(0, 3), st.integers(1, 3), st.sampled_from((1, 4, 8, 28, 29, 1000))),
+)
+def test_paths_are_counted_of_every_nth_forward_in_training_and_of_tokens_spread_over_it(
+    forwards: list[tuple[int, str]], length: int, every: int, most: int
+) -> None:
+    profiler, wanted, number = PathProfiler(LAYERS, length, every=every, most_tokens=most), [], 0
+    for seed, (size, what) in enumerate(forwards):
+        choices = drawn(seed, size)
+        profiler.is_paused = what == "is paused"
+        forward(profiler, choices, is_training=what != "evaluates")
+        if what == "trains":
+            step = max(1, -(-size // most))
+            wanted += [{label: each[::step] for label, each in choices.items()}] if number % every == 0 else []
+            number += 1
+    assert same(profiler.profiles(), counted(wanted, length))
 
 
 def test_unless_said_otherwise_some_tokens_of_few_forwards_are_counted() -> None:
@@ -91,13 +93,6 @@ def test_unless_said_otherwise_some_tokens_of_few_forwards_are_counted() -> None
     profiler = PathProfiler(LAYERS)
     forward(profiler, drawn(0, 2 * MOST_TOKENS + 1))
     assert 0 < profiler.profiles()["L01"].num_counted <= 2 * MOST_TOKENS
-
-
-@pytest.mark.parametrize(("most", "step"), [(29, 1), (28, 2), (8, 4), (1, 29)])
-def test_tokens_that_are_counted_are_spread_over_the_forward_the_same_in_each_layer(most: int, step: int) -> None:
-    profiler, choices = PathProfiler(LAYERS, most_tokens=most), drawn(0, 29)
-    forward(profiler, choices)
-    assert same(profiler.profiles(), counted([{label: each[::step] for label, each in choices.items()}], 3))
 
 
 def test_a_sample_of_other_tokens_begins_new_paths_though_it_is_as_large() -> None:
@@ -187,7 +182,7 @@ def on_fewer_or_more_ranks(rank: int, world_size: int, folder: str, saves: bool)
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.daily("paths", 1)
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
 def test_counts_go_on_over_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     place = str(tmp_path / "saved")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import struct
 import zipfile
 from pathlib import Path
@@ -232,31 +231,6 @@ def test_other_arrays_are_refused_with_what_to_do(value: Any, tmp_path: Path) ->
     ) as caught:
         read_file(tmp_path / "x.pt")
     assert "weights_only" not in str(caught.value)
-
-
-def test_a_pickle_with_arrays_that_is_changed_anywhere_is_read_or_refused(tmp_path: Path) -> None:
-    """Whatever is read has as many bytes as were there."""
-    array = np.arange(3, dtype="i2")
-    torch.save({"a": array, "s": np.float32(2), "t": torch.ones(2)}, tmp_path / "good.pt")
-    with zipfile.ZipFile(tmp_path / "good.pt") as opened:
-        records = {each: opened.read(each) for each in opened.namelist()}
-    refused = 0
-    for seed in range(400):
-        draw, path = random.Random(seed), tmp_path / "x.pt"
-        with zipfile.ZipFile(path, "w") as opened:
-            for name, data in records.items():
-                changed = bytearray(data)
-                for _ in range(draw.choice((1, 1, 2, 5)) if name.endswith("data.pkl") else 0):
-                    changed[draw.randrange(len(changed))] = draw.randrange(256)
-                opened.writestr(name, bytes(changed))
-        try:
-            found = read_file(path)
-        except CheckpointError:
-            refused += 1
-            continue
-        values = list(found.values()) if isinstance(found, dict) else []
-        assert all(each.nbytes <= 8 for each in values if isinstance(each, (np.ndarray, np.generic)))
-    assert refused > 200
 
 
 # ---- files that are none

@@ -64,6 +64,7 @@ FAILURES: dict[str, Failure] = {
     "a file of DeepSpeed's": ((1,), lambda engine: patch.object(engine.checkpoint_engine, "save", failing)),
     "the script beside it": ((0,), lambda engine: patch.object(engine, "_copy_recovery_script", failing)),
     "what ends a save of DeepSpeed's": ((1,), lambda engine: patch.object(engine.checkpoint_engine, "commit", failing)),
+    "torch's own": ((1,), lambda _: patch.object(torch, "save", failing)),
     "every rank": ((0, 1), lambda engine: patch.object(engine.checkpoint_engine, "save", failing)),
     "generators": ((1,), lambda _: patch.object(saving, "random_states", failing)),
     "where states lie": ((1,), lambda _: patch.object(saving, "index_of", failing)),
@@ -84,13 +85,27 @@ def said_by(call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
+def said_where_nothing_is(engine: Any, folder: str) -> dict[str, str]:
+    """What loads say of folders that are not those of checkpoints, while one tag is being saved in one of them."""
+    said = {"no folder": said_by(lambda: engine.load_checkpoint(folder))}
+    torch.distributed.barrier()
+    Path(folder).mkdir(exist_ok=True, parents=True)
+    said["no checkpoint"] = said_by(lambda: engine.load_checkpoint(folder))
+    engine.save_checkpoint(folder, "good", save_latest=False)
+    said["one tag"] = said_by(lambda: engine.load_checkpoint(folder))
+    said["of a tag"] = said_by(lambda: engine.load_checkpoint(f"{folder}/good"))
+    said["of a tag, named"] = said_by(lambda: engine.load_checkpoint(f"{folder}/good", "good"))
+    assert engine.load_checkpoint(folder, "good")[0] is not None
+    return said
+
+
 def fail_everywhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     hurry()
     scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
     engine = make(rank, Case(ep_size=2, stage=1, k=2), scheduler=scheduler)
     train(engine, rank, 0)
+    said: dict[str, Any] = said_where_nothing_is(engine, f"{folder}/0")
     engine.save_checkpoint(folder, "good")
-    said: dict[str, Any] = {}
     for name, (ranks, failure) in FAILURES.items():
         with ExitStack() as stack:
             if rank in ranks:
@@ -98,6 +113,10 @@ def fail_everywhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             said[name] = said_by(lambda name=name: engine.save_checkpoint(folder, name))
         # Not one collective too many or too few.
         train(engine, rank, 0, 1)
+    # What only rank 0 writes, and what only rank 1 cannot take in.
+    said["a script's state"] = said_by(lambda: engine.save_checkpoint(folder, "a", client_state={"x": lambda: None}))
+    with patch.object(type(engine), "load_module_state_dict", failing if rank else type(engine).load_module_state_dict):
+        said["loading"] = said_by(lambda: engine.load_checkpoint(folder))
     describe = manifest.Manifest.write
 
     def beside_another_job(self: manifest.Manifest, place: Path) -> None:
@@ -113,11 +132,17 @@ def fail_everywhere(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     engine.save_checkpoint(folder, "good")
     said["tags"] = said_by(lambda: engine.save_checkpoint(folder, f"of rank {rank}"))
     said["steps"] = said_by(lambda: engine.save_checkpoint(folder, "a", save_latest=rank == 0))
-    said["no folder"] = said_by(lambda: engine.save_checkpoint(folder if rank else "", "a"))
+    said["one folder"] = said_by(lambda: engine.save_checkpoint(folder if rank else "", "a"))
     said["other folder"] = said_by(lambda: engine.save_checkpoint(f"{folder}/{rank}", "a"))
     said["latest"] = said_by(lambda: engine.save_checkpoint(folder, "latest"))
     with pytest.raises(ValueError, match="save_dir must be a non-empty string"):
         engine.save_checkpoint("", "a")
+    own = Path(folder) / "good" / "tokenizer.json"
+    if rank == 0:
+        own.write_text("{}")
+    torch.distributed.barrier()
+    engine.save_checkpoint(folder, "good", {}, True, False)
+    assert own.exists()
     said["loading tags"] = said_by(lambda: engine.load_checkpoint(folder, "good" if rank else "other"))
     said["loading parts"] = said_by(lambda: engine.load_checkpoint(folder, "good", load_module_only=rank == 1))
     torch.distributed.barrier()
@@ -137,10 +162,21 @@ def test_a_save_that_fails_on_one_rank_ends_on_all_with_its_cause_and_nothing_is
         where = "ranks 0-1" if len(ranks) > 1 else f"rank {ranks[0]}"
         assert f"failed on {where}: OSError: [Errno 28] No space left on device" in first[name], (name, first[name])
         assert str(folder) in first[name]
+    assert "lambda" in first["a script's state"]
+    assert "failed on rank 1: OSError: [Errno 28] No space left on device" in first["loading"]
+    place = folder / "0"
+    begin = f"{place}: no tag was given, and the folder has no latest file; "
+    no_folder = f"{begin}there is no such folder; to start a new run, call load_checkpoint only if"
+    assert first["no folder"].startswith(no_folder)
+    assert first["no checkpoint"].startswith(f"{begin}there is no checkpoint in this folder; to start a new run")
+    assert first["one tag"] == f"{begin}there are: good"
+    of_a_tag = f"this is the folder of one checkpoint: call load_checkpoint('{place}', tag='good')"
+    assert first["of a tag"] == f"{begin.replace(str(place), str(place / 'good'))}{of_a_tag}"
+    assert first["of a tag, named"] == f"{place / 'good' / 'good'}: no such checkpoint; {of_a_tag}"
     assert "another job has saved" in first["two jobs"]
     assert "tag: rank 0: 'of rank 0'; rank 1: 'of rank 1'" in first["tags"]
     assert "save_latest: rank 0: 'True'; rank 1: 'False'" in first["steps"]
-    assert "save_dir is given: rank 0: 'False'; rank 1: 'True'" in first["no folder"]
+    assert "save_dir is given: rank 0: 'False'; rank 1: 'True'" in first["one folder"]
     assert "failed on rank 1: FileNotFoundError: " in first["other folder"]
     assert "saved/1 is not the folder that rank 0 writes to" in first["other folder"]
     assert "tag 'latest': that name is reserved" in first["latest"]
