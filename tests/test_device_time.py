@@ -16,7 +16,7 @@ from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.gradients.reduction import is_faster_in_levels
 from ds_fsmoe.gradients.reduction_algorithms import AllReduce
 from ds_fsmoe.measuring import stopwatch
-from ds_fsmoe.measuring.cache import Measurements, Measuring
+from ds_fsmoe.measuring.cache import Measurements, Measuring, Timeable
 from ds_fsmoe.measuring.profiler import issues_ahead
 from ds_fsmoe.measuring.stopwatch import FEWEST, MOST_ISSUED_MS, Stopwatch, empty_task_ms, slowdowns
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
@@ -42,7 +42,7 @@ def of_size(device: TimedDevice, num_kernels: int) -> Callable[[int], Callable[[
 def test_alpha_is_the_devices_own_and_the_hosts_time_is_told_apart(timed: Timed, num_kernels: int) -> None:
     device, _ = timed
     measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
-    found = measuring.timing("work", "row", SIZES, 1.0, of_size(device, num_kernels))
+    found = measuring.timing(Timeable("work", "row", SIZES, 1.0, of_size(device, num_kernels)))
     assert found.cost.alpha_ms == pytest.approx(TRUTH.alpha_ms, rel=1e-6)
     assert found.cost.beta_ms == pytest.approx(TRUTH.beta_ms, rel=1e-6)
     assert found.issued_ms == pytest.approx([0.05 * num_kernels] * len(SIZES))
@@ -108,7 +108,7 @@ def test_on_a_cpu_there_is_one_number(timed: Timed) -> None:
     assert watch.times("work", [1, 2, 4], prepare) == ([1.0, 2.0, 4.0], [], [1.0, 2.0, 4.0])
     assert watch.host_ms("work", 7, prepare) == 7.0
     measuring = Measuring(watch, Measurements())
-    assert measuring.timing("work", "row", [1, 2, 4], 1.0, prepare).issue_ms == 0.0
+    assert measuring.timing(Timeable("work", "row", [1, 2, 4], 1.0, prepare)).issue_ms == 0.0
     assert not issues_ahead(SerialLanes(), CPU)
     assert issues_ahead(SerialLanes(), CUDA)
     with closing(make_lanes(CPU)) as threads:
@@ -135,7 +135,7 @@ def test_what_handing_out_tasks_costs_is_the_hosts_time(timed: Timed) -> None:
     profile = LayerProfile({}, 1.0, False)
     assert dict(profile.costs(issues_ahead=True).forward_host_ms) == {}
     measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
-    timing = measuring.timing(FORWARD, "flop", SIZES, 1.0, of_size(device, 30))
+    timing = measuring.timing(Timeable(FORWARD, "flop", SIZES, 1.0, of_size(device, 30)))
     found = LayerProfile({FORWARD: timing}, 1.0, False)
     assert found.costs(issues_ahead=True).forward_host_ms[EXPERT] == pytest.approx(1.0 + 30 * 0.05)
     assert found.costs(issues_ahead=True).forward[EXPERT].ms(0) == pytest.approx(TRUTH.alpha_ms)

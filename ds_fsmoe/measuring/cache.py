@@ -91,33 +91,22 @@ class Measuring:
 
     def timings(self, work: Mapping[str, Timeable]) -> dict[str, Timing]:
         """Measure several operations, one after another; see :meth:`timing`."""
-        return {operation: self.timing(*each) for operation, each in work.items()}
+        return {operation: self.timing(each) for operation, each in work.items()}
 
-    def timing(
-        self,
-        name: str,
-        unit: str,
-        sizes: Sequence[int],
-        size_of_one: float,
-        prepare: Prepare,
-        group: dist.ProcessGroup | None = None,
-        within: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Timing:
+    def timing(self, work: Timeable) -> Timing:
         """Measure an operation at several sizes, unless its times are known.
-
-        Args:
-            name, unit, sizes, size_of_one, prepare, group, within: see :class:`Timeable`.
 
         Raises:
             MeasuringError: on every rank, if one has failed.
         """
+        name = work.name
         if name not in self.known.timings:
             self._on_progress(name)
-            with within():
-                found = self.watch.times(name, sizes, prepare, group)
-            in_units = tuple(each * size_of_one for each in sizes)
+            with work.within():
+                found = self.watch.times(name, work.sizes, work.prepare, work.group)
+            in_units = tuple(each * work.size_of_one for each in work.sizes)
             self.known.timings[name] = Timing(
-                unit, in_units, tuple(found.times_ms), tuple(found.issued_ms), tuple(found.least_ms)
+                work.unit, in_units, tuple(found.times_ms), tuple(found.issued_ms), tuple(found.least_ms)
             )
         return self.known.timings[name]
 

@@ -22,7 +22,7 @@ from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.log import log_line
-from ds_fsmoe.measuring.cache import Measuring
+from ds_fsmoe.measuring.cache import Measuring, Timeable
 from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
@@ -380,12 +380,12 @@ class _Profiler:
         if name not in known.timings:
             assert trial is not None
             sizes = sorted({-(-self._largest(trial) // parts) for parts in _PARTS})
-            work = name, UNITS[operation], sizes, trial.size_of_one, trial.prepare, trial.group
-            first = self._measuring.timing(*work)
+            work = Timeable(name, UNITS[operation], sizes, trial.size_of_one, trial.prepare, trial.group)
+            first = self._measuring.timing(work)
             if not first.fit.is_good:
                 # Another job may have used the machine.
                 del known.timings[name]
-                known.timings[name] = min(first, self._measuring.timing(*work), key=lambda each: each.fit.typical_share)
+                known.timings[name] = min(first, self._measuring.timing(work), key=lambda each: each.fit.typical_share)
         return known.timings[name]
 
     def _warn_of_bad_fits(self, timings: Mapping[str, Timing]) -> None:

@@ -66,6 +66,7 @@ def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkT
     Raises:
         MeasuringError: on every rank, if one has failed.
     """
+    device = measuring.watch.device
     uses: dict[str, list[tuple[str, ProfiledLayer]]] = {}
     for subject in subjects:
         for name in subject.links:
@@ -75,21 +76,23 @@ def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkT
     for full_name, users in uses.items():
         name, subject = users[0]
         sizes_bytes = _sizes_bytes([user.link_bytes(each) for each, user in users])
-        methods = _methods(subject.collectives) if name == REDUCE_SCATTER else ()
-        if len(methods) < 2:
-            timings[full_name] = _time(measuring, full_name, name, subject, subject.collectives, sizes_bytes)
-            continue
-        found: dict[ReduceMethod, Timing] = {}
-        for method in methods:
-            collectives = replace(subject.collectives, reduces=((0.0, method),))
+        found: dict[ReduceMethod | None, Timing] = {}
+        for method, collectives in _ways(name, subject.collectives).items():
+            way = full_name if method is None else f"{full_name} by {method}"
+            prepare, row_bytes, group = prepared(subject, name, collectives, device)
+            rows = at_least(4, (max(1, size // row_bytes) for size in sizes_bytes))
+            up_to = f"{way}, up to {rows[-1] * row_bytes} bytes"
             try:
-                of_method = f"{full_name} by {method}"
-                found[method] = _time(measuring, of_method, name, subject, collectives, sizes_bytes)
+                with untouched(device):
+                    found[method] = measuring.timing(Timeable(up_to, "byte", rows, float(row_bytes), prepare, group))
             except MeasuringError:
-                # On every rank: not each backend has it for each type.
-                if method == methods[0]:
+                # On every rank: not each backend has each method for each type.
+                if not found:
                     raise
-        reduces[full_name], timings[full_name] = fastest(found)
+        if None in found:
+            timings[full_name] = found[None]
+        else:
+            reduces[full_name], timings[full_name] = fastest(found)
     return LinkTimes(timings, reduces)
 
 
@@ -157,22 +160,6 @@ def prepared(
     return prepare, counted * width * dtype.itemsize, group
 
 
-def _time(
-    measuring: Measuring,
-    full_name: str,
-    name: str,
-    subject: ProfiledLayer,
-    collectives: Collectives,
-    sizes_bytes: Sequence[int],
-) -> Timing:
-    device = measuring.watch.device
-    prepare, row_bytes, group = prepared(subject, name, collectives, device)
-    rows = at_least(4, (max(1, size // row_bytes) for size in sizes_bytes))
-    up_to = f"{full_name}, up to {rows[-1] * row_bytes} bytes"
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
-        return measuring.timing(up_to, "byte", rows, float(row_bytes), prepare, group)
-
-
 def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
     """Return the sizes from the largest down to a chunk of the smallest, each half of the last; at least six."""
     sizes, smallest = [max(wanted_bytes)], min(wanted_bytes) // 32
@@ -181,9 +168,12 @@ def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _methods(collectives: Collectives) -> tuple[ReduceMethod, ...]:
+def _ways(name: str, collectives: Collectives) -> dict[ReduceMethod | None, Collectives]:
+    """Return the collectives to compare, by method to reduce; ``None``: there is one method."""
     # Collectives with their own method to reduce have no choice.
-    return REDUCE_METHODS if type(collectives).reduce is Collectives.reduce else ()
+    if name != REDUCE_SCATTER or type(collectives).reduce is not Collectives.reduce:
+        return {None: collectives}
+    return {each: replace(collectives, reduces=((0.0, each),)) for each in REDUCE_METHODS}
 
 
 # ---- This module times the tasks of a layer's plan, each alone, on the groups, types and device that it runs
