@@ -75,11 +75,21 @@ def test_rccl_is_not_asked_as_it_crashes_over_it(monkeypatch: pytest.MonkeyPatch
     assert environment == {}
 
 
-def test_importing_the_package_asks_and_loads_no_torch() -> None:
-    environment = {key: value for key, value in os.environ.items() if key != VARIABLE} | {"LOCAL_RANK": "1"}
-    lines = f"import ds_fsmoe, os, sys; print(os.environ.get({VARIABLE!r}), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", lines], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["1", "False"], done.stderr
+def test_importing_the_package_asks_in_the_processes_of_a_launcher_alone_and_loads_no_torch() -> None:
+    of_others = (VARIABLE, *launch_order._OF_RANKS)
+    environment = {key: value for key, value in os.environ.items() if key not in of_others}
+    script = f"""
+import os, sys
+for started_by_launcher in (False, True):
+    if started_by_launcher:
+        os.environ["LOCAL_RANK"] = "1"
+    import ds_fsmoe
+    print(os.environ.get({VARIABLE!r}), "torch" in sys.modules)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "ds_fsmoe"]:
+        del sys.modules[name]
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", "False", "1", "False"], done.stderr
 
 
 def test_both_entry_points_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,9 @@ def expert(task):
         print("about to fail")
         raise ValueError("not enough \\udcff rows")
 tasks = Task("EXPERT", Lane.COMPUTE), Task("EXPERT", Lane.COMPUTE, 1)
-engine.lanes.run(Schedule(tasks), {"EXPERT": expert}, "L05/backward", tracer)
+engine.lanes.run(Schedule(tasks[:1]), {"EXPERT": expert}, "L05/forward", tracer)
+del tracer  # nobody but the exit of the process has it
+engine.lanes.run(Schedule(tasks), {"EXPERT": expert}, "L05/backward")
 """
     environment = os.environ | {"PYTHONPATH": python_path(), "RANK": "7"}
     failed = subprocess.run(
@@ -219,7 +221,7 @@ engine.lanes.run(Schedule(tasks), {"EXPERT": expert}, "L05/backward", tracer)
     assert [each.name for each in file.parent.iterdir()] == ["rank7.txt"]
     trace = read_trace(rank_file(tmp_path / "trace", 7))
     assert trace["otherData"]["ended"] == "closed in step 7"
-    assert events_of(trace)[0]["name"] == "fsmoe/L05/bwd/EXPERT/chunk0"
+    assert [event["name"] for event in events_of(trace)] == ["fsmoe/L05/fwd/EXPERT/chunk0"]
 
 
 def be_forked(rank: int, world_size: int, folder: str) -> dict[str, Any]:
