@@ -103,7 +103,12 @@ def counted() -> Iterator[Made]:
 
 def start(job: Job) -> Made:
     """Let an engine begin."""
-    block = {"enabled": True, "alltoall": job.alltoall, "topology": {"ranks_per_node": job.per_node}}
+    block = {
+        "enabled": True,
+        "ops": "reference",
+        "alltoall": job.alltoall,
+        "topology": {"ranks_per_node": job.per_node},
+    }
     block |= {"esp_size": job.esp, "gradient_partition": {"mode": job.mode}}
     config = {
         "train_micro_batch_size_per_gpu": 1,
