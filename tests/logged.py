@@ -7,11 +7,12 @@ import logging
 
 
 class Said(logging.Handler):
-    """Keeps the messages of the loggers that it is added to."""
+    """Keeps the messages of the loggers that it is added to, each behind the name of its level if asked for."""
 
-    def __init__(self, level: int = logging.NOTSET) -> None:
+    def __init__(self, level: int = logging.NOTSET, names_level: bool = False) -> None:
         super().__init__(level)
         self.lines: list[str] = []
+        self._names_level = names_level
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
+        self.lines.append(f"{record.levelname}: " * self._names_level + record.getMessage())

@@ -23,22 +23,12 @@ from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import measure as measuring
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 3
-
-
-class Said(logging.Handler):
-    """What was logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
 
 
 @dataclass
@@ -63,7 +53,7 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     import ds_fsmoe
 
     hurry()
-    said, logger = Said(), logging.getLogger("ds_fsmoe")
+    said, logger = Said(names_level=True), logging.getLogger("ds_fsmoe")
     logger.addHandler(said)
     torch.manual_seed(0)
     run = Run()
@@ -265,7 +255,7 @@ def meet_bad_files(rank: int, world_size: int, folder: str) -> dict[str, Run]:
     return runs
 
 
-@pytest.mark.daily("tuner", 1)
+@pytest.mark.daily("autotuning anew", 1)
 def test_a_file_of_no_use_is_named_and_measured_again(tmp_path: Path) -> None:
     found = run_on_ranks(meet_bad_files, 2, tmp_path / "ranks", str(tmp_path))
     said = {name: run.said for name, run in found[0].items() if name != "left"}
@@ -299,7 +289,7 @@ def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
     return train(rank, tuned(esp_size=2), case, steps=2), train(rank, {"esp_size": 2}, case, steps=2)
 
 
-@pytest.mark.daily("tuner", 1)
+@pytest.mark.daily("autotuning anew", 1)
 def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(tmp_path: Path) -> None:
     found = run_on_ranks(train_sharded, 4, tmp_path / "ranks")
     for ours, plain in found:

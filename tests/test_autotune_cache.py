@@ -19,6 +19,7 @@ from ds_fsmoe.measuring.cache import MeasurementCache, Measurements
 from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import Timing
+from tests.logged import Said
 
 FINGERPRINT = {"hosts": {"0-1": "node0", "2": "node1"}, "ranks_per_node": [2, 1], "links": {"node0": ["eth0 [up]"]}}
 CLUSTER = Cluster("measured", 2, 1, {"gemm": Operation(LinearCost(1 / 3, 1e-10), None, "a [ b ] \n c")})
@@ -31,15 +32,9 @@ def some() -> Measurements:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(f"{record.levelname}: {record.getMessage()}")
-
-    handler, logger = Said(), logging.getLogger("ds_fsmoe")
+    handler, logger = Said(names_level=True), logging.getLogger("ds_fsmoe")
     logger.addHandler(handler)
-    yield lines
+    yield handler.lines
     logger.removeHandler(handler)
 
 

@@ -15,6 +15,7 @@ from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.tuning import autotune as stage
 from ds_fsmoe.tuning.when import STEPS_BEFORE, known_steps, settled
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -77,13 +78,7 @@ def train(
     import ds_fsmoe
 
     hurry()
-    said: list[str] = []
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(f"{record.levelname}: {record.getMessage()}")
-
-    handler, logger = Said(), logging.getLogger("ds_fsmoe")
+    handler, logger = Said(names_level=True), logging.getLogger("ds_fsmoe")
     logger.addHandler(handler)
     torch.manual_seed(0)
     model = SmallModel(CASE, rank).train(is_training)
@@ -99,13 +94,17 @@ def train(
     stage.measure = watched
     try:
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        losses = []
+        losses, steps_after_all = [], 6
         for step in range(steps):
             torch.manual_seed(100 * step + rank)
             loss, _ = engine(*batch(step, rank, torch.float32))
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
+            if engine.fsmoe.autotune is not None and engine.fsmoe.autotune.is_settled:
+                steps_after_all -= 1
+            if not steps_after_all:
+                break
         tuner = engine.fsmoe.autotune
         found = {
             "losses": losses,
@@ -118,13 +117,14 @@ def train(
     finally:
         stage.measure = measure
         logger.removeHandler(handler)
-    return found | {"said": said}
+    return found | {"said": handler.lines}
 
 
 def train_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    unasked = train(rank, world_size, {}, STEPS)
     return {
-        "unasked": train(rank, world_size, {}, STEPS),
-        "off": train(rank, world_size, {"autotune": False}, STEPS),
+        "unasked": unasked,
+        "off": train(rank, world_size, {"autotune": False}, len(unasked["losses"])),
         "short": train(rank, world_size, {}, STEPS_BEFORE - 2),
         "failed": train(rank, world_size, {}, STEPS_BEFORE + 4, fails=True),
     }

@@ -68,7 +68,7 @@ def with_config_inside(config: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.daily("tuner", 1)
+@pytest.mark.daily("a script beside itself", 1)
 @pytest.mark.parametrize("inside", [False, True], ids=["file", "in the script"])
 def test_an_untouched_script_is_compared_with_itself(
     inside: bool, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -229,16 +229,22 @@ def test_a_turn_whose_plans_settle_late_is_run_again_and_longer(
 def test_a_machine_that_gets_slower_makes_nobody_the_winner(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said_of(ours_ms: float, name: str) -> str:
-        compare_recorded(config, tmp_path / name, ours_ms, "--steps", "30", "--no-trace", slower_by=0.03)
-        return capsys.readouterr().out
-
-    equal = said_of(10.0, "equal")
+    out = tmp_path / "out"
+    compare_recorded(config, out, 10.0, "--steps", "30", "--no-trace", slower_by=0.03)
+    equal = capsys.readouterr().out
     assert "over 10 turns" in equal
     assert "no winner: the interval contains 1, so the difference is within the noise" in equal
     assert "possible cause" in equal
-    assert "ds_fsmoe is faster: the whole interval is above 1" in said_of(8.0, "faster")
-    assert "stock DeepSpeed is faster: the whole interval is below 1" in said_of(12.5, "slower")
+    for factor, winner in (
+        (0.8, "ds_fsmoe is faster: the whole interval is above 1"),
+        (1.6, "stock DeepSpeed is faster: the whole interval is below 1"),
+    ):
+        for steps in out.rglob(f"{OURS}/steps.jsonl"):
+            rows = [json.loads(line) for line in steps.read_text().splitlines()]
+            changed = [json.dumps(row | {"step_ms": factor * row["step_ms"]}) for row in rows]
+            steps.write_text("\n".join(changed) + "\n")
+        assert print_comparison(out) == 0
+        assert winner in capsys.readouterr().out
 
 
 def test_turns_of_an_earlier_comparison_are_not_counted_and_turns_that_end_too_soon_are_named(

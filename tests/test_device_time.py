@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured on a GPU, on a pretended one: what the device takes has no launch and no Python in it, and what the
-host takes is known apart from that. No GPU has run any of it yet."""
+"""What an operation is said to take: the median of the repetitions that count. On a GPU, which is pretended here, it is
+without launches and Python, and the time of the host is apart from that. No GPU has run any of it yet."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -18,20 +18,91 @@ from ds_fsmoe.gradients.reduction_algorithms import AllReduce
 from ds_fsmoe.measuring import stopwatch
 from ds_fsmoe.measuring.cache import Measurements, Measuring, Timeable
 from ds_fsmoe.measuring.profiler import issues_ahead
-from ds_fsmoe.measuring.stopwatch import FEWEST, MOST_ISSUED_MS, Stopwatch, empty_task_ms, slowdowns
+from ds_fsmoe.measuring.stopwatch import BUDGET_S, FEWEST, MOST, MOST_ISSUED_MS, Stopwatch, empty_task_ms, slowdowns
 from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, GRAD_GATHER, GRAD_SCATTER
+from tests.fake_clock import SetClock
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
-from tests.timed_device import CUDA, TimedDevice, timed
+from tests.pretended_device import Device
 
-FIXTURES = (timed,)  # which pytest finds by their names here
-
-CPU = torch.device("cpu")
-Timed = tuple[TimedDevice, StreamLanes]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CYCLES_PER_MS = 2_000_000
 TRUTH = LinearCost(0.02, 1e-3)
 SIZES = [50, 100, 200, 400]
+
+
+# ---- a device whose host is slow to issue
+
+
+class TimedDevice(Device):
+    """Streams in milliseconds, beside a host's clock that passes with every launch.
+
+    Args:
+        launch_ms: what a launch takes the host.
+    """
+
+    def __init__(self, launch_ms: float) -> None:
+        super().__init__()
+        self.host = SetClock()
+        self.launch_ms = launch_ms
+        self.num_launches = 0
+
+    def launch(self, kernel_ms: float, num_kernels: int = 1) -> None:
+        """Issue kernels on the current stream, of so long altogether."""
+        for _ in range(num_kernels):
+            self.host.now_ms += self.launch_ms
+            self.num_launches += 1
+            self.current.time = max(self.current.time, self.host.now_ms) + kernel_ms / num_kernels
+
+    def kernels(self, kernel_ms: float, num_kernels: int = 1) -> Callable[[], None]:
+        """What launches them."""
+        return lambda: self.launch(kernel_ms, num_kernels)
+
+    def synchronize(self, device: object = None) -> None:
+        """Have the host wait for all streams."""
+        self.host.now_ms = max(self.host.now_ms, *(each.time for each in self.streams))
+
+    def make_event(self, enable_timing: bool = False) -> Device.Event:
+        return TimedEvent(self) if enable_timing else Device.Event(self)
+
+
+class TimedEvent(Device.Event):
+    """An event for which the host can wait. It comes to pass when the host has recorded it, at the earliest."""
+
+    def record(self, stream: Device.Stream | None = None) -> None:
+        super().record(stream)
+        self.time = max(self.time, self.device.host.now_ms)
+
+    def synchronize(self) -> None:
+        self.device.host.now_ms = max(self.device.host.now_ms, self.time)
+
+    def elapsed_time(self, end: Device.Event) -> float:
+        return end.time - self.time
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedDevice, StreamLanes]]:
+    """The device, which takes 0.05 ms to launch a kernel, and lanes on it."""
+    device = TimedDevice(launch_ms=0.05)
+    for name, value in {
+        "Stream": device.make_stream,
+        "Event": device.make_event,
+        "stream": device.stream,
+        "current_stream": lambda _: device.current,
+        "current_device": lambda: 0,
+        "synchronize": device.synchronize,
+        "_sleep": lambda cycles: device.launch(0.003 + cycles / CYCLES_PER_MS),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    lanes = make_lanes(CUDA)
+    assert isinstance(lanes, StreamLanes)
+    yield device, lanes
+    lanes.close()
+
+
+Timed = tuple[TimedDevice, StreamLanes]
 
 
 def of_size(device: TimedDevice, num_kernels: int) -> Callable[[int], Callable[[], None]]:
@@ -219,3 +290,73 @@ def test_a_pause_outlasts_what_it_is_for(timed: Timed) -> None:
         work()
         assert device.host.now_ms < before + pause_ms(issue_ms)
         device.synchronize()
+
+
+# ---- how often something is timed, on a clock that the test sets
+
+
+# What an operation of each size takes.
+TRUE_MS = {1: 2.0, 10: 11.0}
+
+
+class Played:
+    """A stopwatch whose clock moves with what it times.
+
+    Args:
+        times_ms: (size, repetition, 0 for the one that does not count) -> what it takes.
+        ready_ms: making ready for it.
+    """
+
+    def __init__(self, times_ms: Callable[[int, int], float], ready_ms: float = 0.0):
+        self.clock = SetClock()
+        self.order: list[int] = []
+        self._times_ms, self._ready_ms = times_ms, ready_ms
+        self.watch = Stopwatch(torch.device("cpu"), host=self.clock)
+
+    def prepare(self, size: int) -> Callable[[], None]:
+        self._pass(self._ready_ms)
+
+        def work() -> None:
+            self._pass(self._times_ms(size, self.order.count(size)))
+            self.order.append(size)
+
+        return work
+
+    def _pass(self, time_ms: float) -> None:
+        self.clock.now_ms += time_ms
+
+    def found_ms(self) -> list[float]:
+        return self.watch.times_ms("a test", list(TRUE_MS), self.prepare)
+
+
+def test_the_first_repetition_does_not_count_and_one_that_was_disturbed_changes_nothing() -> None:
+    for disturbed in range(1, 4):
+        factors = {0: 50.0, disturbed: 20.0}
+        played = Played(lambda size, repeat, of=factors: TRUE_MS[size] * of.get(repeat, 1.0))
+        assert played.found_ms() == pytest.approx(list(TRUE_MS.values()))
+
+
+def test_it_is_the_median_neither_the_least_nor_the_mean() -> None:
+    # Making ready takes so long that three are all there is time for; the first of all would move the median down.
+    factors = {0: 0.01, 1: 0.1, 2: 1.0, 3: 1.5}
+    played = Played(lambda size, repeat: TRUE_MS[size] * factors[repeat], ready_ms=BUDGET_S * 1e3)
+    assert played.found_ms() == pytest.approx(list(TRUE_MS.values()))
+
+
+def test_sizes_take_turns_and_what_makes_ready_is_not_timed() -> None:
+    played = Played(lambda size, repeat: TRUE_MS[size], ready_ms=7.0)
+    assert played.found_ms() == pytest.approx(list(TRUE_MS.values()))
+    assert played.order == list(TRUE_MS) * (1 + MOST)
+    assert played.watch.num_timed == 1
+
+
+@pytest.mark.parametrize(
+    ("round_ms", "repeats"),
+    [(1.0, MOST), (BUDGET_S * 1e3 / 6.5, 6), (BUDGET_S * 1e3, FEWEST), (100 * BUDGET_S * 1e3, FEWEST)],
+)
+def test_there_are_as_many_repetitions_as_there_is_time_for_making_ready_included(
+    round_ms: float, repeats: int
+) -> None:
+    played = Played(lambda size, repeat: round_ms / 4, ready_ms=round_ms / 4)
+    played.found_ms()
+    assert played.order.count(1) == 1 + repeats

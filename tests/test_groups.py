@@ -61,32 +61,6 @@ def test_figure_2_of_the_paper() -> None:
     assert found.blocks == by_hand("0 1 2 3")
 
 
-@pytest.mark.parametrize(
-    ("found", "ep", "esp", "edp"),
-    [
-        (layout(4, 2, 1), "0 1 | 2 3", "0 | 1 | 2 | 3", "0 2 | 1 3"),
-        (layout(4, 1, 2), "0 | 1 | 2 | 3", "0 1 | 2 3", "0 2 | 1 3"),
-        (layout(4, 4, 1), "0 1 2 3", "0 | 1 | 2 | 3", "0 | 1 | 2 | 3"),
-        (layout(4, 1, 4), "0 | 1 | 2 | 3", "0 1 2 3", "0 | 1 | 2 | 3"),
-        (layout(8, 2, 2), "0 2 | 1 3 | 4 6 | 5 7", "0 1 | 2 3 | 4 5 | 6 7", "0 4 | 1 5 | 2 6 | 3 7"),
-        (layout(8, 4, 2), "0 2 4 6 | 1 3 5 7", "0 1 | 2 3 | 4 5 | 6 7", "0 | 1 | 2 | 3 | 4 | 5 | 6 | 7"),
-        (layout(8, 2, 4), "0 4 | 1 5 | 2 6 | 3 7", "0 1 2 3 | 4 5 6 7", "0 | 1 | 2 | 3 | 4 | 5 | 6 | 7"),
-        (layout(8, 2, 1, pp_size=2), "0 1 | 2 3 | 4 5 | 6 7", "0 | 1 | 2 | 3 | 4 | 5 | 6 | 7", "0 2 | 1 3 | 4 6 | 5 7"),
-        (layout(12, 2, 3), "0 3 | 1 4 | 2 5 | 6 9 | 7 10 | 8 11", "0 1 2 | 3 4 5 | 6 7 8 | 9 10 11",
-         "0 6 | 1 7 | 2 8 | 3 9 | 4 10 | 5 11"),
-        (layout(12, 3, 2), "0 2 4 | 1 3 5 | 6 8 10 | 7 9 11", "0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11",
-         "0 6 | 1 7 | 2 8 | 3 9 | 4 10 | 5 11"),
-        # Data before experts: replicas are neighbours, blocks are 0 2 4 6 8 10 and 1 3 5 7 9 11.
-        (layout(12, 3, 2, False), "0 4 8 | 2 6 10 | 1 5 9 | 3 7 11", "0 2 | 4 6 | 8 10 | 1 3 | 5 7 | 9 11",
-         "0 1 | 2 3 | 4 5 | 6 7 | 8 9 | 10 11"),
-        (layout(8, 2, 1, False, pp_size=2), "0 2 | 1 3 | 4 6 | 5 7", "0 | 2 | 1 | 3 | 4 | 6 | 5 | 7",
-         "0 1 | 2 3 | 4 5 | 6 7"),
-    ],
-)  # fmt: skip
-def test_layouts_written_out_by_hand(found: Layout, ep: str, esp: str, edp: str) -> None:
-    assert (found.ep, found.esp, found.edp) == (by_hand(ep), by_hand(esp), by_hand(edp))
-
-
 def test_every_rank_is_in_exactly_one_group_of_each_kind() -> None:
     layouts = every_layout()
     assert len(layouts) > 500
@@ -125,11 +99,8 @@ def test_blocks_and_edp_groups_are_those_that_deepspeeds_own_table_has() -> None
         ({"ep_size": 2, "esp_size": 3}, r"^fsmoe.expert_tensor_parallel_size = 3: times ep_size, it must "
                                         r"divide the 8 ranks; "
                                         r"with ep_size = 2 the choices are 1, 2, 4$"),
-        ({"ep_size": 4, "esp_size": 4}, r"expert_tensor_parallel_size = 4: .* with ep_size = 4 the choices are 1, 2$"),
         ({"esp_size": 0}, r"fsmoe.expert_tensor_parallel_size = 0: .* the choices are 1, 2, 4, 8$"),
         ({"esp_size": True}, r"fsmoe.expert_tensor_parallel_size = True: "),
-        ({"esp_size": 2.0}, r"fsmoe.expert_tensor_parallel_size = 2.0: "),
-        ({"ep_size": 3}, r"^ep_size = 3: must divide the 8 ranks; the choices are 1, 2, 4, 8$"),
         ({"ep_size": 8, "pp_size": 2}, r"^ep_size = 8: must divide the 4 ranks of a pipeline stage; "
                                        r"the choices are 1, 2, 4$"),
         ({"ep_size": 2, "esp_size": 4, "pp_size": 2}, r"_size = 4: .* a pipeline stage; .* choices are 1, 2$"),
@@ -382,7 +353,7 @@ def refusal_of_the_other_order(order: bool) -> str:
     return str(refusal.value)
 
 
-@sampled(("order", "stage"), [(True, 2), (False, 0)], kept=[0])
+@sampled(("order", "stage"), [(True, 2), (False, 0)])
 def test_deepspeed_makes_its_groups_beside_ours_and_overwrites_true_replicas_only(
     order: bool, stage: int, tmp_path: Path
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,12 @@ import torch.distributed as dist  # noqa: E402
 
 from tests.ranks import run_on_ranks  # noqa: E402
 
+WAYS = ("train", "eval", "call", "step", "destroy")
 
-def on_the_device(rank: int, world_size: int, ranks: int, how: str) -> dict[str, Any]:
-    """A block of a model on a pretended device: where the host waited in a step, and what was said of a bad choice."""
+
+def on_the_device(rank: int, world_size: int, ranks: int) -> dict[str, Any]:
+    """A block of a model on a pretended device: where the host waited in a step, and what is said of a bad choice by
+    each of the ways in which a script goes on."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from tests.pretended_gpu import Gpu, pretending
@@ -35,8 +40,7 @@ def on_the_device(rank: int, world_size: int, ranks: int, how: str) -> dict[str,
     os.environ |= {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": str(ranks)}
     gc.collect()
     gc.disable()
-    waits: list[str] = []
-    found: dict[str, Any] = {"waits": waits, "said": ""}
+    found: dict[str, Any] = {}
     with world_of(ranks, rank=0), accelerated(), pretending(gpu):
         engine = engine_of(qwen3(), "plain", gradient_partition={"mode": "off"}, ep_size=1)
         experts = engine.module.model.layers[0].mlp.experts
@@ -44,78 +48,76 @@ def on_the_device(rank: int, world_size: int, ranks: int, how: str) -> dict[str,
         weights = torch.rand(24, 4, dtype=torch.bfloat16).cuda()
         x, dy = (torch.randn(1, 24, 64, dtype=torch.bfloat16).cuda() for _ in range(2))
 
-        def step(choices: Any) -> None:
-            leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-            experts(leaf, choices, leaf_weights).backward(dy)
-            found["gradient"] = leaf.grad.float().cpu()
+        def step(choices: Any) -> Any:
+            leaf = x.clone().requires_grad_()
+            experts(leaf, choices, weights.clone().requires_grad_()).backward(dy)
+            return leaf.grad
 
-        host_waits = gpu.host_waits
+        def with_one(choice: int) -> Any:
+            choices = index.clone()
+            choices[3, 1] = choice
+            return choices
+
+        wrong, as_none = with_one(40), with_one(16)
+        go_on: dict[str, Callable[[], object]] = {
+            "train": engine.module.train,
+            "eval": engine.module.eval,
+            "call": lambda: (torch.cuda.synchronize(), step(index)),
+            "step": engine.step,
+            "destroy": engine.destroy,
+        }
         step(index)
+        waits, host_waits = [], gpu.host_waits
         gpu.host_waits = lambda what, *rest: (waits.append(what), host_waits(what, *rest))[1]
-        leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
-        experts(leaf, index, leaf_weights).backward(dy)
+        step(index)
         gpu.host_waits = host_waits
-        found["waits"] = list(waits)
-        found["taken"] = experts.fsmoe.fast_path.why_general
-        wrong = index.clone()
-        wrong[3, 1] = 40
-        as_none = index.clone()
-        as_none[3, 1] = 16
-        step(as_none)
-        of_none = found["gradient"]
-        try:
-            step(wrong)
-            found["same"] = torch.equal(found["gradient"], of_none)
-            if how == "step":
-                engine.step()
-            elif how == "train":
-                engine.module.train()
-            elif how == "eval":
-                engine.module.eval()
-            elif how == "call":
-                torch.cuda.synchronize()
-                step(index)
-            else:
-                engine.destroy()
-        except ValueError as error:
-            found["said"] = f"{type(error).__name__}: {error}"
-        # Said once.
-        engine.module.eval()
+        found["waits"], found["taken"] = waits, experts.fsmoe.fast_path.why_general
+        for way in WAYS:
+            engine.module.train()
+            found[way] = ""
+            try:
+                of_none = step(as_none).float().cpu()
+                found[f"{way}: gradient"] = torch.equal(step(wrong).float().cpu(), of_none)
+                go_on[way]()
+            except ValueError as error:
+                found[way] = f"{type(error).__name__}: {error}"
+            # Said once, at the step at the latest.
+            if ranks > 1 and way != "destroy":
+                with suppress(ValueError):
+                    engine.step()
+            engine.module.eval()
         gc.enable()
-        del found["gradient"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     return found
 
 
-@pytest.mark.parametrize("how", ["step", "train", "eval", "call", "destroy"])
-def test_a_bad_choice_counts_as_none_and_is_reported_without_a_wait_before(how: str, tmp_path: Path) -> None:
-    (found,) = run_on_ranks(on_the_device, 1, tmp_path, 1, how)
-    assert found["taken"] == ""
-    assert found["waits"] == []
-    assert found["same"]
-    assert found["said"].startswith("RoutingError: model.layers.0.mlp.experts: the gate's result on rank 0: slots_KS")
-
-
-@pytest.mark.parametrize(
-    ("how", "is_said"), [("step", True), ("train", False), ("eval", False), ("call", False), ("destroy", True)]
-)
-def test_of_several_ranks_none_raises_in_training_before_the_step_they_share(
-    how: str, is_said: bool, tmp_path: Path
+@pytest.mark.parametrize(("ranks", "said_by"), [(1, WAYS), (2, ("step", "destroy"))])
+def test_a_bad_choice_counts_as_none_and_is_reported_without_a_wait_before_by_several_ranks_in_their_step(
+    ranks: int, said_by: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (found,) = run_on_ranks(on_the_device, 1, tmp_path, 2, how)
-    assert found["taken"] == ""
-    assert found["waits"] == []
-    assert found["same"]
-    assert ("model.layers.0.mlp.experts: the gate's result on rank 0" in found["said"]) == is_said
+    (found,) = run_on_ranks(on_the_device, 1, tmp_path, ranks)
+    assert (found["taken"], found["waits"]) == ("", [])
+    said = "RoutingError: model.layers.0.mlp.experts: the gate's result on rank 0: slots_KS"
+    assert {way: found[way].startswith(said) for way in WAYS} == {way: way in said_by for way in WAYS}
+    assert all(found[f"{way}: gradient"] for way in WAYS)
 
 
-def sharing(rank: int, world_size: int) -> list[str]:
-    """What each rank is told of three steps: nothing wrong, one layer on the last rank, and nothing again."""
+def sharing(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What each rank is told of three steps, of which the last rank finds one layer wrong in the second; and of two
+    after an evaluation on rank 1 that had a bad choice."""
     from ds_fsmoe.layer.runtime import LateFaults
+
+    def checked() -> str:
+        faults.share()
+        try:
+            faults.check()
+        except ValueError as error:
+            return str(error)
+        return ""
 
     faults = LateFaults()
     faults.begin_sharing(["first", "second"], torch.device("cpu"))
-    said = []
+    of_training = []
     for number in (0, 3, 0):
         found = number if rank == world_size - 1 else 0
         faults.add("second", torch.tensor(found), in_training=True)
@@ -123,19 +125,18 @@ def sharing(rank: int, world_size: int) -> list[str]:
         faults.add("second", torch.tensor(0), in_training=True)
         if rank == 0:
             faults.add("first", torch.tensor(0), in_training=True)
-        faults.share()
-        try:
-            faults.check()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
+        of_training.append(checked())
+    faults.add("first", torch.tensor(int(rank == 1)), in_training=False)
+    return of_training, [checked(), checked()]
 
 
-def test_what_one_rank_has_found_is_raised_by_all_once_with_its_number(tmp_path: Path) -> None:
-    for first, second, third in run_on_ranks(sharing, 2, tmp_path):
-        assert first == third == ""
+def test_what_one_rank_has_found_in_training_or_evaluation_is_raised_by_all_once_with_its_number(
+    tmp_path: Path,
+) -> None:
+    for (first, second, third), (after, later) in run_on_ranks(sharing, 2, tmp_path):
+        assert first == third == later == ""
         assert second.startswith("second: the gate's result on rank 1: slots_KS")
+        assert after.startswith("first: the gate's result on rank 1")
 
 
 def accumulating(rank: int, world_size: int) -> dict[str, Any]:
@@ -163,30 +164,6 @@ def test_an_engine_that_reported_a_bad_choice_counts_on_as_before(tmp_path: Path
     (found,) = run_on_ranks(accumulating, 1, tmp_path)
     assert found["said"][0] == 1
     assert found["counts"] == [(1, 0), (2, 1), (3, 1), (4, 2)]
-
-
-def evaluating(rank: int, world_size: int) -> list[str]:
-    """A bad choice of a forward in evaluation on rank 1, ahead of a step that the ranks share."""
-    from ds_fsmoe.layer.runtime import LateFaults
-
-    faults = LateFaults()
-    faults.begin_sharing(["first"], torch.device("cpu"))
-    faults.add("first", torch.tensor(int(rank == 1)), in_training=False)
-    said = []
-    for _ in range(2):
-        faults.share()
-        try:
-            faults.check()
-            said.append("")
-        except ValueError as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_bad_choice_of_an_evaluation_ahead_of_a_step_is_raised_there_by_all_and_once(tmp_path: Path) -> None:
-    for first, second in run_on_ranks(evaluating, 2, tmp_path):
-        assert "the gate's result on rank 1" in first
-        assert second == ""
 
 
 def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> None:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -33,10 +33,10 @@ from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import GRAD
 from ds_fsmoe.tuning.tuned_model import TunedModel
+from tests.covering import covering
 from tests.lane_cases import INTER, INTRA, schedule_of
 from tests.pretended_device import pretended, run_pretended
 from tests.pretended_nccl import Pretended, fake_ranks, pretend_nccl
-from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
 
@@ -48,19 +48,17 @@ TOO_OLD = "NCCL 2.25.1 has no NCCL_LAUNCH_ORDER_IMPLICIT: use 2.26 or later"
 # ---- the variable
 
 
-def test_the_order_of_launches_is_asked_for_where_a_launcher_has_started_the_process() -> None:
-    asked: dict[str, str] = {"LOCAL_RANK": "0"}
-    launch_order.ask_as_rank(asked)
-    assert asked[VARIABLE] == "1"
-    left_alone: dict[str, str] = {}
-    launch_order.ask_as_rank(left_alone)
-    assert left_alone == {}
-
-
-def test_what_a_user_has_set_is_kept() -> None:
-    kept = {"LOCAL_RANK": "0", VARIABLE: "0"}
-    launch_order.ask_as_rank(kept)
-    assert kept[VARIABLE] == "0"
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [({"LOCAL_RANK": "0"}, "1"), ({}, None), ({"LOCAL_RANK": "0", VARIABLE: "0"}, "0")],
+    ids=["a launcher has started the process", "nobody has", "the user has set it"],
+)
+def test_the_order_of_launches_is_asked_for_in_ranks_alone_and_what_a_user_has_set_is_kept(
+    before: dict[str, str], after: str | None
+) -> None:
+    environment = dict(before)
+    launch_order.ask_as_rank(environment)
+    assert environment.get(VARIABLE) == after
 
 
 def test_where_a_group_is_there_already_nothing_is_set_that_would_come_too_late() -> None:
@@ -77,12 +75,21 @@ def test_rccl_is_not_asked_as_it_crashes_over_it(monkeypatch: pytest.MonkeyPatch
     assert environment == {}
 
 
-@pytest.mark.parametrize(("before", "after"), [({}, "None"), ({"LOCAL_RANK": "1"}, "1")])
-def test_importing_the_package_asks_in_the_processes_of_a_launcher_alone(before: dict[str, str], after: str) -> None:
-    environment = {key: value for key, value in os.environ.items() if key not in (VARIABLE, *launch_order._OF_RANKS)}
-    lines = f"import ds_fsmoe, os, sys; print(os.environ.get({VARIABLE!r}), 'torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", lines], env=environment | before, capture_output=True, text=True)
-    assert done.stdout.split() == [after, "False"], done.stderr
+def test_importing_the_package_asks_in_the_processes_of_a_launcher_alone_and_loads_no_torch() -> None:
+    of_others = (VARIABLE, *launch_order._OF_RANKS)
+    environment = {key: value for key, value in os.environ.items() if key not in of_others}
+    script = f"""
+import os, sys
+for started_by_launcher in (False, True):
+    if started_by_launcher:
+        os.environ["LOCAL_RANK"] = "1"
+    import ds_fsmoe
+    print(os.environ.get({VARIABLE!r}), "torch" in sys.modules)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "ds_fsmoe"]:
+        del sys.modules[name]
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["None", "False", "1", "False"], done.stderr
 
 
 def test_both_entry_points_ask_before_deepspeed_makes_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +265,9 @@ def test_communicators_of_lanes_are_capped_and_the_others_are_not(monkeypatch: p
     assert {name for name, _, options in found.made if options is None} == {"fsmoe_blocks", "fsmoe_dp", "fsmoe_mp"}
 
 
-def test_nothing_is_asked_of_other_backends_nor_with_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_of_other_backends_nor_with_auto_and_what_nccl_does_not_know_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with fake_ranks(0, 2):
         assert nccl.options(16, None) is None
         pretend_nccl(monkeypatch)
@@ -266,12 +275,9 @@ def test_nothing_is_asked_of_other_backends_nor_with_auto(monkeypatch: pytest.Mo
         monkeypatch.setattr(dist.ProcessGroupNCCL, "Options", object)
         assert nccl.options(16, None) is None, "a torch whose NCCL has no such option"
     assert FSMoEBlock(enabled=True, max_ctas=None).max_ctas == "auto"
-
-
-@pytest.mark.parametrize("max_ctas", [0, 65, "8", True])
-def test_a_number_of_thread_blocks_that_nccl_does_not_know_is_refused(max_ctas: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^fsmoe.max_ctas = {json.dumps(max_ctas)}: must be "):
-        read_block({"fsmoe": {"enabled": True, "max_ctas": max_ctas}})
+    for wrong in (0, 65, "8", True):
+        with pytest.raises(ConfigError, match=f"^fsmoe.max_ctas = {json.dumps(wrong)}: must be "):
+            read_block({"fsmoe": {"enabled": True, "max_ctas": wrong}})
 
 
 def test_each_communicator_is_warm_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,20 +307,23 @@ group and DeepSpeed's copies of it."""
 
 
 def test_a_rank_has_no_more_communicators_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts: dict[tuple[int, int, int], int] = {}
-    for ep_size, esp_size, mp_size in [(e, s, m) for e in (1, 2, 4, 8) for s in (1, 2, 4) for m in (1, 2, 4, 8)]:
-        if ep_size * esp_size > 8:
-            continue
+    for ep_size, esp_size, mp_size in covering(
+        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4, 8), allowed=lambda e, s, m: e * s <= 8
+    ):
         for rank in (0, 5):
             with monkeypatch.context() as patch:
                 found, _ = made_on(patch, rank, {"ep_size": ep_size, "esp_size": esp_size, "mp_size": mp_size})
             assert all(len(ranks) > 1 for _, ranks, _ in found.made)
             of_lanes = [(name, ranks) for name, ranks, options in found.made if options is not None]
             assert len(of_lanes) == len(set(of_lanes)), "two with the same ranks and traffic"
-            counts[ep_size, esp_size, mp_size] = max(len(found.made), counts.get((ep_size, esp_size, mp_size), 0))
-    assert max(counts.values()) <= MOST_COMMUNICATORS
-    assert counts[8, 1, 1] == 6, "blocks, dp, ep, the two links of its all-to-all, gradients"
-    assert counts[1, 1, 1] == 3, "edp, dp, and one for gradients of experts and of the rest"
+            assert len(found.made) <= MOST_COMMUNICATORS
+    for ep_size, count in (
+        (8, 6),  # blocks, dp, ep, the two links of its all-to-all, gradients
+        (1, 3),  # edp, dp, and one for gradients of experts and of the rest
+    ):
+        with monkeypatch.context() as patch:
+            found, _ = made_on(patch, 5, {"ep_size": ep_size, "esp_size": 1, "mp_size": 1})
+        assert len(found.made) == count
 
 
 def test_layers_and_engines_of_the_same_sizes_share_their_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,24 +336,29 @@ def test_layers_and_engines_of_the_same_sizes_share_their_communicators(monkeypa
         assert len(found.made) - count <= 1, "who has to agree may differ, nothing else"
 
 
-LIBRARY = """
-int ncclGetVersion(int *version) { *version = VERSION; return 0; }
-"""
-
-
 @pytest.mark.parametrize(("number", "expected"), [(23007, (2, 30, 7)), (22809, (2, 28, 9)), (2804, (2, 8, 4))])
-def test_the_version_is_that_of_the_library_that_is_loaded(tmp_path: Path, number: int, expected: tuple) -> None:
-    compiler = shutil.which("cc") or pytest.skip("no C compiler")
-    if torch.version.cuda is not None:
-        pytest.skip("a torch for CUDA needs the NCCL that it brings")
-    (tmp_path / "nccl.c").write_text(LIBRARY)
-    library = tmp_path / "libnccl.so.2"
-    options = ["-shared", "-fPIC", f"-DVERSION={number}", "-Wl,-soname,libnccl.so.2", "-o", str(library)]
-    subprocess.run([compiler, *options, str(tmp_path / "nccl.c")], check=True)
-    script = (
-        "import ctypes, sys; ctypes.CDLL(sys.argv[1]); from ds_fsmoe.distributed import nccl; print(nccl.version())"
-    )
-    environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", script, str(library)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split("\n")[-2] == str(expected)
+def test_the_version_is_that_of_the_library_that_is_loaded(
+    number: int, expected: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def library(name: str, mode: int) -> SimpleNamespace:
+        assert name == "libnccl.so.2"
+        assert mode & os.RTLD_NOLOAD, "nothing is loaded by asking"
+
+        def get_version(at: Any) -> int:
+            at._obj.value = number
+            return 0
+
+        return SimpleNamespace(ncclGetVersion=get_version)
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (1, 0, 0))
+    monkeypatch.setattr(ctypes, "CDLL", library)
+    assert nccl.version() == expected
+
+
+def test_where_no_library_is_loaded_the_version_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
+    monkeypatch.setattr(ctypes, "CDLL", no_library)
+    assert nccl.version() == (2, 27, 5)

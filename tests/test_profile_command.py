@@ -16,7 +16,6 @@ from ds_fsmoe import cli
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cluster_schema import UNITS
 from tests.python_path import python_path
-from tests.samples import sampled
 from tests.scripts import free_port, on_ranks
 
 COMPUTING = {name for name in UNITS if "." not in name}
@@ -58,7 +57,8 @@ def in_haste(folder: Path, fails: bool, *arguments: str) -> str:
     return on_ranks(folder, str(script), "2" if fails else "0", *arguments)
 
 
-STARTS = sampled("start", [in_haste, by_torchrun], kept=[0])
+BY_TORCHRUN = pytest.param(by_torchrun, marks=pytest.mark.daily("profile by torchrun", 1))
+STARTS = pytest.mark.parametrize("start", [in_haste, BY_TORCHRUN])
 
 
 @pytest.fixture
@@ -104,13 +104,23 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(
     assert "the plan of best" in planned
 
 
-def test_one_process_measures_computing_and_says_so(tmp_path: Path) -> None:
+def test_one_process_measures_computing_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ds_fsmoe.measuring import cluster_profile, stopwatch
+
+    # As briefly as can be.
+    for module, name, value in (
+        *((stopwatch, name, value) for name, value in (("BUDGET_S", 0.0), ("FEWEST", 1), ("SHORTEST_MS", 2.0))),
+        (cluster_profile, "COMPUTING_AIM_MS", 3.0),
+    ):
+        monkeypatch.setattr(module, name, value)
     out = tmp_path / "alone.json"
-    done = typed("--local_rank=0", "profile", "--out", str(out), *SMALL)
-    assert done.returncode == 0, done.stderr
+    assert cli.main(["--local_rank=0", "profile", "--out", str(out), *SMALL]) == 0
     assert set(load_cluster(str(out)).operations) == COMPUTING
-    assert "one rank has no links: only computation was measured; use a launcher" in done.stdout
-    assert "computation and transfers" not in done.stdout
+    said = capsys.readouterr().out
+    assert "one rank has no links: only computation was measured; use a launcher" in said
+    assert "computation and transfers" not in said
 
 
 @STARTS

@@ -152,19 +152,18 @@ def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]
     }
 
 
-@pytest.fixture(scope="module")
-def results_of(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    """By the number of shards of an expert: on two ranks and on four."""
-    return {
-        esp: run_on_ranks(be_profiled, 2 * esp, tmp_path_factory.mktemp("profiled") / "ranks", 2, esp) for esp in (1, 2)
-    }
+Found = tuple[int, list[dict[str, Any]]]
 
 
-@pytest.mark.parametrize("esp", [1, 2])
-def test_conversions_are_measured_where_wires_ask_for_them_by_the_bytes_of_whole_rows(
-    results_of: dict, esp: int
-) -> None:
-    results = results_of[esp]
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)], ids="{} shards".format)
+def found_by(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """The number of shards of an expert, and what each of two ranks (or of four) has found."""
+    esp = request.param
+    return esp, run_on_ranks(be_profiled, 2 * esp, tmp_path_factory.mktemp("profiled") / "ranks", 2, esp)
+
+
+def test_conversions_are_measured_where_wires_ask_for_them_by_the_bytes_of_whole_rows(found_by: Found) -> None:
+    esp, results = found_by
     found = results[0]["narrow"].operations
     assert all(each["narrow"] == results[0]["narrow"] for each in results)
     assert not {QUANTISED, DEQUANTISED} & set(results[0]["written"].operations)
@@ -174,14 +173,19 @@ def test_conversions_are_measured_where_wires_ask_for_them_by_the_bytes_of_whole
         assert found[name].sizes[-1] == 2 * esp * MEASURED * WIDTH * 4
 
 
-@pytest.mark.parametrize("esp", [1, 2])
-def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks(results_of: dict, esp: int) -> None:
-    results = results_of[esp]
+def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks_at_the_sizes_of_the_planners_tasks(
+    found_by: Found,
+) -> None:
+    esp, results = found_by
     first = results[0]
     assert all(each["written"] == first["written"] and each["graphs"] == first["graphs"] for each in results)
-    collectives = {ALL_TO_ALL} | ({ALL_GATHER, REDUCE_SCATTER} if esp > 1 else set())
-    assert set(first["written"].operations) == collectives | {FORWARD, BACKWARD}
-    assert set(first["graphs"].operations) == collectives | {FORWARD, BACKWARD, BACKWARD_ANEW}
+    sent_bytes = 2 * LOCAL * MEASURED * WIDTH * 4
+    flops = 2 * 2 * esp * MEASURED * LOCAL * 2 * WIDTH * HIDDEN
+    largest = {ALL_TO_ALL: sent_bytes, FORWARD: flops, BACKWARD: 2 * flops}
+    if esp > 1:
+        largest |= dict.fromkeys((ALL_GATHER, REDUCE_SCATTER), 2 * sent_bytes)
+    assert {name: timing.sizes[-1] for name, timing in first["written"].operations.items()} == largest
+    assert set(first["graphs"].operations) == {*largest, BACKWARD_ANEW}
     for found in (first["written"], first["graphs"]):
         assert found.task_ms > 0
         for timing in found.operations.values():
@@ -194,22 +198,8 @@ def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks(results_of: d
             assert timing.fit.worst_share >= 0.0
 
 
-def test_sizes_are_those_that_the_planner_gives_its_tasks(results_of: dict) -> None:
-    found = results_of[2][0]["written"]
-    sent_bytes = 2 * LOCAL * MEASURED * WIDTH * 4
-    flops = 2 * 4 * MEASURED * LOCAL * 2 * WIDTH * HIDDEN
-    largest = {name: timing.sizes[-1] for name, timing in found.operations.items()}
-    assert largest == {
-        ALL_TO_ALL: sent_bytes,
-        ALL_GATHER: 2 * sent_bytes,
-        REDUCE_SCATTER: 2 * sent_bytes,
-        FORWARD: flops,
-        BACKWARD: 2 * flops,
-    }
-
-
-def test_measuring_leaves_nothing_behind(results_of: dict) -> None:
-    for each in results_of[1]:
+def test_measuring_leaves_nothing_behind(found_by: Found) -> None:
+    for each in found_by[1]:
         assert each["calls"] == [0, 0]
         assert each["same state"]
         assert each["gradients"] == [None] * 4
@@ -217,10 +207,10 @@ def test_measuring_leaves_nothing_behind(results_of: dict) -> None:
         assert not each["graphs"].uses_rng
 
 
-@pytest.mark.parametrize("esp", [1, 2])
-def test_how_lanes_slow_each_other_is_kept_pair_by_pair_and_measured_once(results_of: dict, esp: int) -> None:
+def test_how_lanes_slow_each_other_is_kept_pair_by_pair_and_measured_once(found_by: Found) -> None:
+    esp, results = found_by
     lanes = [Lane.INTER, Lane.INTRA, Lane.COMPUTE] if esp > 1 else [Lane.INTER, Lane.COMPUTE]
-    for each in results_of[esp]:
+    for each in results:
         found, again, num_measured = each["slowed"]
         assert found == again == made_up_slowdowns(None, None, lanes, "")
         assert num_measured == 1

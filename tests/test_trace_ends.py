@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of runs that fail, of runs inside others, and of jobs that end early."""
+"""The trace of runs that fail, of runs inside others, and of jobs that end early; and what is saved of it before."""
 
 from __future__ import annotations
 
 import atexit
-import subprocess
-import sys
+import json
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
-from ds_fsmoe.files.traces import rank_file, read_trace
+from ds_fsmoe.layer.runtime import LayerRuntime
+from ds_fsmoe.observing import trace as trace_module
 from ds_fsmoe.observing.trace import Tracer
+from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.schedule import HOLD, Schedule, Task
 from tests.fake_clock import FakeClock
-from tests.lane_cases import COMPUTE, BodyError, random_schedule
+from tests.lane_cases import COMPUTE, CPU, BodyError, random_schedule
 from tests.trace_cases import (
     assert_holds_nothing,
     assert_no_overlap,
@@ -33,11 +37,10 @@ from tests.trace_cases import (
     two_chunks,
     written,
 )
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, linger, until
+from tests.watchdog_cases import Hangs, file, nobody_looks_after_sigterm, run_once
 
-ROOT = Path(__file__).resolve().parents[1]
-
-FIXTURES = (lanes, make_tracer)  # which pytest finds by their names here
+FIXTURES = (lanes, make_tracer, file, nobody_looks_after_sigterm)  # which pytest finds by their names here
 
 
 def test_a_run_that_fails_is_marked_and_those_after_it_are_whole(
@@ -167,19 +170,15 @@ def test_closing_early_writes_what_there_is_and_says_so(
     assert tracer.path.read_text() == before
 
 
-def test_closing_in_the_last_step_is_early_too(make_tracer: Callable[..., Tracer]) -> None:
-    tracer = make_tracer(start_step=5)
-    tracer.step(5)
-    tracer.close()
-    assert written(tracer)["otherData"]["complete"] is False
-
-
-def test_closing_before_the_first_step_leaves_a_file_too(make_tracer: Callable[..., Tracer]) -> None:
-    tracer = make_tracer(start_step=5)
-    tracer.close()
-    trace = written(tracer)
-    assert_valid(trace)
-    assert (trace["otherData"]["ended"], trace["otherData"]["complete"]) == ("closed before the first step", False)
+def test_closing_in_the_last_step_or_before_the_first_is_early_too(make_tracer: Callable[..., Tracer]) -> None:
+    for rank, ended in enumerate(("closed before the first step", "closed in step 5")):
+        tracer = make_tracer(start_step=5, rank=rank)
+        if rank == 1:
+            tracer.step(5)
+        tracer.close()
+        trace = written(tracer)
+        assert_valid(trace)
+        assert (trace["otherData"]["ended"], trace["otherData"]["complete"]) == (ended, False)
 
 
 def test_closing_while_a_run_hangs_names_the_tasks_that_are_under_way(make_tracer: Callable[..., Tracer]) -> None:
@@ -221,32 +220,172 @@ def test_a_trace_that_is_written_is_not_kept_for_the_exit(
     assert kept == []
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from ds_fsmoe.planning.schedule import Lane, Schedule, Task
-from ds_fsmoe.execution.lanes import SerialLanes
-from ds_fsmoe.observing.trace import Tracer
-
-tracer = Tracer(Path(sys.argv[1]), 0, 7, 100, torch.device("cpu"))
-tracer.step(7)
-SerialLanes().run(Schedule((Task("EXPERT", Lane.COMPUTE),)), {"EXPERT": lambda task: None}, "L03/forward", tracer)
-del tracer
-raise ZeroDivisionError
-"""
+# ---- saved while it goes on, by the watchdog
 
 
-def test_a_job_that_dies_of_an_error_leaves_its_trace(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert "ZeroDivisionError" in done.stderr
-    trace = read_trace(rank_file(tmp_path, 0))
-    assert [event["name"] for event in events_of(trace)] == ["fsmoe/L03/fwd/EXPERT/chunk0"]
-    assert trace["otherData"]["ended"] == "closed in step 7"
+def test_the_error_of_a_run_saves_the_trace_whoever_catches_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trace = {"enabled": True, "start_step": 0, "num_steps": 2, "path": "trace"}
+    running = LayerRuntime(FSMoEBlock.model_validate({"enabled": True, "trace": trace}), CPU)
+    assert running.tracer is not None
+
+    def fail(task: Task) -> None:
+        raise BodyError("on purpose")
+
+    with closing(running):
+        running.at_step(0)
+        run(running.lanes, running.tracer, two_chunks())
+        with pytest.raises(BodyError):
+            run(running.lanes, running.tracer, two_chunks(), "L03/backward", fail)
+        saved = written(running.tracer)
+        assert saved["otherData"]["ended"] == "error: BodyError: on purpose"
+        assert [each["label"] for each in saved["otherData"]["unfinished"]] == ["L03/backward"]
+        # Someone has caught it, and training goes on: so does the trace.
+        run(running.lanes, running.tracer, two_chunks())
+        running.at_step(1)
+        run(running.lanes, running.tracer, two_chunks())
+        running.at_step(2)
+    whole = written(running.tracer)["otherData"]
+    assert (whole["complete"], whole["runs"], whole["ended"]) == (True, 4, "after the last step")
+
+
+# ---- what is called at the end
+
+
+def test_what_is_called_at_the_end_hears_why_once_the_report_is_written(file: Path) -> None:
+    heard: list[tuple[str, str]] = []
+    with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
+        hangs.watchdog.at_end.append(lambda reason: heard.append((reason, file.read_text())))
+        run_once(lanes, lambda task: hangs.hang())
+    ((reason, report),) = heard
+    assert reason.startswith("hang: ")
+    assert f"reason: {reason}\n" in report
+
+
+def test_what_hangs_or_fails_at_the_end_keeps_no_process(file: Path) -> None:
+    called: list[str] = []
+    goes_on = threading.Event()
+
+    def fail(reason: str) -> NoReturn:
+        called.append("fails")
+        raise SystemExit("on purpose")
+
+    def hang(reason: str) -> None:
+        called.append("hangs")
+        goes_on.wait()
+
+    with closing(SerialLanes()) as lanes, Hangs(lanes, file) as hangs:
+        hangs.watchdog.at_end += [fail, hang, called.append]
+        hangs.clock.gives_up = lambda thread: thread.name == "fsmoe-at-end" and "hangs" in called
+        run_once(lanes, lambda task: hangs.hang())
+        assert hangs.files == [file]
+        assert called == ["fails", "hangs"]
+        goes_on.set()
+        until(lambda: len(called) == 3)
+
+
+def test_sigterm_waits_for_what_is_saved_before_it_goes_on(file: Path) -> None:
+    called: list[str] = []
+
+    def save(reason: str) -> None:
+        linger()
+        called.append(reason)
+
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append("the handler that was there"))
+    try:
+        with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)) as watchdog:
+            watchdog.at_end.append(save)
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert called == ["SIGTERM", "the handler that was there"]
+
+
+# ---- saving
+
+
+def test_saving_changes_nothing_of_what_is_written_at_the_end(make_tracer: Callable[..., Tracer], lanes: Lanes) -> None:
+    tracer, schedule = make_tracer(0, 2), two_chunks()
+    saved: list[dict[str, Any]] = []
+
+    def save() -> None:
+        tracer.save("to see")
+        saved.append(written(tracer))
+
+    for step in range(2):
+        tracer.step(step)
+        save()
+        run(lanes, tracer, schedule)
+    save()
+    tracer.step(2)
+    assert [(each["otherData"]["runs"], each["otherData"]["complete"]) for each in saved] == [
+        *((0, False), (1, False), (2, False))
+    ]
+    assert {each["otherData"]["ended"] for each in saved} == {"to see"}
+    whole = written(tracer)
+    assert whole["otherData"]["complete"]
+    assert events_of(whole) == events_of(saved[-1])
+    assert_holds_nothing(tracer)
+    # Nothing more is written.
+    save()
+    assert saved[-1] == whole
+
+
+def test_what_is_saved_in_the_middle_of_a_task_names_it_and_it_is_traced_to_its_end(
+    make_tracer: Callable[..., Tracer], lanes: Lanes
+) -> None:
+    tracer = make_tracer()
+    tracer.step(0)
+
+    def save(task: Task) -> None:
+        if task.kind == "EXPERT" and task.chunk == 0:
+            tracer.save("to see")
+
+    run(lanes, tracer, two_chunks(), body=save)
+    (unfinished,) = written(tracer)["otherData"]["unfinished"]
+    assert "fsmoe/L03/fwd/EXPERT/chunk0" in unfinished["under_way"]
+    tracer.step(1)
+    assert written(tracer)["otherData"]["unfinished"] == []
+    assert len(events_of(written(tracer))) == 4
+
+
+@pytest.mark.parametrize("is_held_by", ["who starts a run", "who writes the end"])
+def test_saving_waits_for_nobody(
+    make_tracer: Callable[..., Tracer], monkeypatch: pytest.MonkeyPatch, is_held_by: str
+) -> None:
+    """The main thread may be stopped anywhere by the handler of a signal, which then waits for what is saved."""
+    tracer, lanes = make_tracer(), SerialLanes()
+    tracer.step(0)
+    run(lanes, tracer, two_chunks())
+    stopped, goes_on = threading.Event(), threading.Event()
+    put = trace_module.write_trace
+
+    def stop(trace: Any, path: Path) -> None:
+        if threading.current_thread() is holder:
+            stopped.set()
+            goes_on.wait()
+        put(trace, path)
+
+    def hold() -> None:
+        if is_held_by == "who starts a run":
+            with tracer._lock:
+                stopped.set()
+                goes_on.wait()
+        else:
+            tracer.close()
+
+    monkeypatch.setattr(trace_module, "write_trace", stop)
+    holder = threading.Thread(target=hold)
+    holder.start()
+    try:
+        stopped.wait()
+        saving = threading.Thread(target=tracer.save, args=("SIGTERM",), daemon=True)
+        saving.start()
+        saving.join(LIMIT_S)
+        assert not saving.is_alive()
+        saved = json.loads(tracer.path.read_text())
+        assert (saved["otherData"]["ended"], saved["otherData"]["runs"]) == ("SIGTERM", 1)
+        assert len(events_of(saved)) == 4
+    finally:
+        goes_on.set()
+        holder.join()

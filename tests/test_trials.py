@@ -20,6 +20,7 @@ from ds_fsmoe.planning.workload import Gradient
 from ds_fsmoe.tuning.trials import Trials
 from ds_fsmoe.tuning.tuned_model import windows_of
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.planning.measured_layers import Machine, layer_of, made_up
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -62,6 +63,13 @@ class Clock:
     def read(self) -> Step | None:
         at = len(self.used) - 1
         return None if at in self.unseen else Step(self.ms[self.used[at]] + self.extra_ms[at % len(self.extra_ms)])
+
+
+def run_to_the_end(trials: Any) -> int:
+    """The plan that is kept."""
+    while (kept := trials.step_is_over()) is None:
+        pass
+    return kept
 
 
 def played(ms: list[float], extra_ms: list[float], rounds: int = 3, unseen: frozenset[int] = frozenset()) -> Any:
@@ -131,9 +139,7 @@ def phases_of(steps: list[list[Step]]) -> tuple[int | None, tuple[int, int]]:
     # Every second round is run backwards.
     taken = iter([each for number, of_round in enumerate(steps) for each in of_round[:: -1 if number % 2 else 1]])
     clock.read = lambda: next(taken)  # type: ignore[method-assign]
-    while (kept := trials.step_is_over()) is None:
-        pass
-    return kept, trials.fastest_phases(kept=0)
+    return run_to_the_end(trials), trials.fastest_phases(kept=0)
 
 
 def test_the_fastest_forward_and_the_fastest_backward_are_found_apart_from_the_fastest_step() -> None:
@@ -243,10 +249,8 @@ def untried(rank: int, world_size: int) -> list[tuple[list[Any], bool, list[str]
     import ds_fsmoe
 
     hurry()
-    found, said = [], []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
+    found, said = [], Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     for autotune in (False, {"enabled": True, "trials": 0}):
         torch.manual_seed(0)
         model = SmallModel(CASE, rank)
@@ -260,8 +264,8 @@ def untried(rank: int, world_size: int) -> list[tuple[list[Any], bool, list[str]
             windows.append(foreseen_and_sent(reduction))
         plan = reduction.reducer.plan
         by_rule = plan_by_rule(reduction.reducer._readiness(plan.num_windows), "adaptive", 1)
-        found.append((windows, plan.parts == by_rule.parts, [each for each in said if "solver" in each]))
-        said.clear()
+        found.append((windows, plan.parts == by_rule.parts, [each for each in said.lines if "solver" in each]))
+        said.lines.clear()
         engine.destroy()
     return found
 
@@ -306,8 +310,7 @@ def test_gradients_at_once_are_all_that_there_are_whatever_layers_were_thought_t
 def test_the_baseline_is_tried_in_every_round_and_what_is_kept_is_compared_with_it() -> None:
     clock = Clock([4.0, 7.0, 8.0], [0.0, 0.0, 0.0, 1.0])
     trials: Any = Trials(["a", "b", "stock"], 3, clock.used.append, clock, baseline=2)  # type: ignore[arg-type]
-    while (kept := trials.step_is_over()) is None:
-        pass
+    kept = run_to_the_end(trials)
     # Plan 1 has no hope, and nor has the baseline; both go on nevertheless, one as the second fastest.
     assert clock.used == [0, 1, 2, 2, 1, 0, 0, 1, 2, 0]
     gain = trials.gain(kept)
@@ -322,18 +325,14 @@ def test_the_baseline_is_kept_only_where_that_is_allowed() -> None:
     for may_keep, expected in ((True, 1), (False, 0)):
         clock = Clock([4.0, 3.0], [0.0])
         trials: Any = Trials(["a", "stock"], 2, clock.used.append, clock, None, 1, may_keep)  # type: ignore[arg-type]
-        while (kept := trials.step_is_over()) is None:
-            pass
-        assert kept == expected
+        assert run_to_the_end(trials) == expected
 
 
 def test_a_gain_that_not_every_turn_shows_is_not_clear() -> None:
     # One plan is faster in the first turn, the other in the second.
     clock = Clock([4.0, 4.0], [0.0, 1.0, 0.0, 1.0])
     trials: Any = Trials(["a", "stock"], 2, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
-    while (kept := trials.step_is_over()) is None:
-        pass
-    assert not trials.gain(kept).is_clear
+    assert not trials.gain(run_to_the_end(trials)).is_clear
     assert Trials(["a"], 1, clock.used.append, clock).gain(0) is None  # type: ignore[arg-type]
 
 
@@ -341,8 +340,7 @@ def test_a_gain_that_not_every_turn_shows_is_not_clear() -> None:
 def test_a_turn_in_which_one_of_the_two_was_not_seen_says_nothing_of_the_gain(unseen: int) -> None:
     clock = Clock([4.0, 8.0], [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], unseen=frozenset({unseen}))
     trials: Any = Trials(["a", "stock"], 3, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
-    while trials.step_is_over() is None:
-        pass
+    run_to_the_end(trials)
     gain = trials.gain(0)
     assert (gain.low, gain.high, gain.num_turns) == (2.0, 2.0, 2)
 
@@ -351,18 +349,15 @@ def test_a_plan_that_was_dropped_after_a_lucky_step_is_not_kept() -> None:
     # Plan 2 is dropped after the first turn; then the machine is busier, and all others take more than it did.
     clock = Clock([7.0, 7.2, 8.0, 10.0], [0.0] * 4 + [1.8] * 20)
     trials: Any = Trials(["a", "b", "c", "stock"], 3, clock.used.append, clock, baseline=3)  # type: ignore[arg-type]
-    while (kept := trials.step_is_over()) is None:
-        pass
+    assert run_to_the_end(trials) == 0
     assert 2 not in clock.used[4:]
-    assert kept == 0
 
 
 def test_the_least_time_beside_the_layers_is_kept() -> None:
     clock = Clock([4.0, 3.0], [0.0])
     trials: Any = Trials(["a", "b"], 2, clock.used.append, clock)  # type: ignore[arg-type]
     assert trials.least_dense_ms is None
-    while trials.step_is_over() is None:
-        pass
+    run_to_the_end(trials)
     assert trials.least_dense_ms == 0.75
 
 
@@ -370,13 +365,11 @@ def test_the_time_beside_the_layers_is_kept_of_the_baselines_steps_alone() -> No
     clock = Clock([4.0, 3.0], [0.0])
     clock.read = lambda: Step(4.0, dense_forward_ms=clock.used[-1] + 1.0)  # type: ignore[method-assign]
     trials: Any = Trials(["a", "stock"], 2, clock.used.append, clock, baseline=1)  # type: ignore[arg-type]
-    while trials.step_is_over() is None:
-        pass
+    run_to_the_end(trials)
     assert trials.rest_ms == [2.5, 2.5]
     clock.used.clear()
     without: Any = Trials(["a", "b"], 2, clock.used.append, clock)  # type: ignore[arg-type]
-    while without.step_is_over() is None:
-        pass
+    run_to_the_end(without)
     assert without.rest_ms == []
 
 

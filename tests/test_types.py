@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tests" / "typed_user_script.py"
 # What the package stands on is not looked into: it takes minutes, and its types are not ours.
@@ -21,6 +23,7 @@ warn_unused_ignores = True
 OTHERS = ("torch", "deepspeed", "pydantic", "pydantic_core", "numpy", "scipy", "safetensors", "rich", "packaging")
 
 
+@pytest.mark.long
 def test_mistakes_in_a_users_script_are_reported_and_nothing_else_is(tmp_path: Path) -> None:
     config = tmp_path / "mypy.ini"
     skipped = (f"[mypy-{name}.*]\nfollow_imports = skip\nignore_missing_imports = True\n" for name in OTHERS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "ds_fsmoe"
@@ -29,23 +28,31 @@ UNMARKED: dict[str, str] = {
 }
 
 
-def unmarked(source: str) -> Iterator[tuple[str, str]]:
-    """The function and the text of each call that blocks outside of a ``with waiting(...)``."""
+def dotted(node: ast.AST) -> str:
+    """The name of a function as it is written, such as ``dist.barrier``; of what is called there, some text."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ast.unparse(node)
 
-    def visit(node: ast.AST, function: str, is_marked: bool) -> Iterator[tuple[str, str]]:
+
+def unmarked(source: str) -> list[tuple[str, str]]:
+    """The function and the text of each call that blocks outside of a ``with waiting(...)``."""
+    found = []
+    to_visit: list[tuple[ast.AST, str, bool]] = [(ast.parse(source), "", False)]
+    while to_visit:
+        node, function, is_marked = to_visit.pop()
         if isinstance(node, ast.FunctionDef | ast.Lambda):
             function = getattr(node, "name", function)
             is_marked = False  # it may be called elsewhere
         if isinstance(node, ast.With):
-            is_marked |= any(ast.unparse(each.context_expr).startswith("waiting(") for each in node.items)
-        if isinstance(node, ast.Call) and not is_marked and BLOCKING.fullmatch(ast.unparse(node.func)):
+            contexts = (each.context_expr for each in node.items)
+            is_marked |= any(isinstance(each, ast.Call) and dotted(each.func) == "waiting" for each in contexts)
+        if isinstance(node, ast.Call) and not is_marked and BLOCKING.fullmatch(dotted(node.func)):
             begins_only = any(each.arg == "async_op" and ast.unparse(each.value) == "True" for each in node.keywords)
             if not begins_only:
-                yield function, ast.unparse(node)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, function, is_marked)
-
-    yield from visit(ast.parse(source), "", False)
+                found.append((function, ast.unparse(node)))
+        to_visit += [(child, function, is_marked) for child in ast.iter_child_nodes(node)]
+    return found
 
 
 def test_every_collective_that_blocks_outside_of_lanes_is_marked() -> None:
@@ -62,7 +69,7 @@ def test_every_collective_that_blocks_outside_of_lanes_is_marked() -> None:
 
 def test_the_search_sees_what_is_not_marked() -> None:
     for code in ("dist.all_reduce(x)", "work.wait()", "self.work.wait()", "y = exchange_sized(x, a, b, group)"):
-        assert list(unmarked(f"def f():\n    {code}")) != [], code
-        assert list(unmarked(f"def f():\n    with waiting('x'):\n        {code}")) == [], code
-    assert list(unmarked("with waiting('x'):\n    run(lambda: dist.barrier())")) != []
-    assert list(unmarked("work = dist.all_reduce(x, async_op=True)")) == []
+        assert unmarked(f"def f():\n    {code}") != [], code
+        assert unmarked(f"def f():\n    with waiting('x'):\n        {code}") == [], code
+    assert unmarked("with waiting('x'):\n    run(lambda: dist.barrier())") != []
+    assert unmarked("work = dist.all_reduce(x, async_op=True)") == []

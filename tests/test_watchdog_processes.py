@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process leaves behind when its job hangs, fails or is told to end."""
+"""What a process leaves behind when its job hangs, fails or is told to end, and what ranks hear of each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,56 +18,72 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.waits import waiting, working
 from ds_fsmoe.execution.lanes import Body, SerialLanes, make_lanes
+from ds_fsmoe.execution.thread_lanes import ThreadLanes
+from ds_fsmoe.files.traces import rank_file, read_trace
 from ds_fsmoe.observing import watchdog as exit_hooks
+from ds_fsmoe.observing.other_ranks import _collectives_begun, _key
+from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task
 from tests.fake_clock import SteppedClock
+from tests.lane_cases import COMPUTE, CPU, INTER
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
-from tests.waiting import LIMIT_S, linger, stand_still
-from tests.watchdog_cases import (
-    TIMEOUT_S,
-    TWO_CHUNKS,
-    end_in_the_last_exchange,
-    lane_rows,
-    nobody_looks_after_sigterm,
-)
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.small_model import Case, SmallModel, batch
+from tests.trace_cases import assert_no_overlap, assert_valid, events_of, two_chunks
+from tests.waiting import LIMIT_S, linger, stand_still, until, until_blocked
+from tests.watchdog_cases import LOOKS_FOR_A_HANG, TIMEOUT_S, Hangs, lane_rows, nobody_looks_after_sigterm
 
 FIXTURES = (nobody_looks_after_sigterm,)  # which pytest finds by their names here
 
 
-def run_twice_with_one_missing(
-    rank: int, world_size: int, folder: str, overlap: bool, is_hang: bool, misses_first: bool
-) -> NoReturn:
-    """All ranks run a forward; then rank 1 stays away from chunk 1 of the backward (or of the forward, at once)."""
-    lanes = make_lanes(torch.device("cpu"), overlap)
+# ---- a rank that waits for one that never comes
+
+
+def end_in_the_last_exchange(lanes: Any, missing: Path, clock: SteppedClock, by_signal: bool) -> None:
+    """Once this rank waits for another in chunk 1, and the other one is known to be missing: time passes until the
+    watchdog ends the process; or the process is told to end."""
+    until(missing.exists)
+    until(lambda: [name[-6:] for name in lanes.progress()[INTER]] == ["chunk1", "chunk0"])
+    until(lambda: lanes.progress()[COMPUTE][1].endswith("chunk0"))
+    if not by_signal:
+        clock.allow(1000)
+        return
+    if not isinstance(lanes, ThreadLanes):  # then it sits in the collective itself
+        until_blocked(threading.main_thread())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def run_until_one_is_missing(rank: int, world_size: int, folder: str, overlap: bool, is_hang: bool) -> NoReturn:
+    """All ranks run a forward; then rank 1 stays away from chunk 1 of the backward."""
+    lanes = make_lanes(CPU, overlap)
     # Time passes for rank 0 alone, so it is its watchdog that ends the process, and no timeout of a collective.
     clock, missing = SteppedClock(), Path(folder, "missing")
-    options: dict[str, Any] = {"first_use_s": 0} if misses_first else {}
-    Watchdog(lanes, TIMEOUT_S, Path(folder, f"rank{rank}.txt"), host=clock, **options)
+    watchdog = Watchdog(lanes, TIMEOUT_S, Path(folder, "reports", f"rank{rank}.txt"), host=clock)
     # So long the main thread may take to end the process by the signal; in a collective it cannot.
     exit_hooks._MAIN_LIMIT_S = LIMIT_S if overlap else 0.2
+    tracer = Tracer(Path(folder, "trace"), rank, 5, 2, CPU)
+    watchdog.at_end.append(tracer.save)
     num_exchanged = 0
 
     def exchange(task: Task) -> None:
         nonlocal num_exchanged
-        if rank == 1 and num_exchanged == (1 if misses_first else 3):
+        if rank == 1 and num_exchanged == 3:
             raise TimeoutError
         num_exchanged += 1
         dist.all_to_all_single(torch.empty(6), torch.ones(6))
 
     bodies: dict[str, Body] = {"A2A_IN": exchange, "EXPERT": lambda task: None}
-    if not misses_first:
-        lanes.run(TWO_CHUNKS, bodies, "L03/forward")
-        clock.look(1)  # so that the watchdog sees the end of the first use
+    tracer.step(5)
+    lanes.run(two_chunks(), bodies, "L03/forward", tracer)
+    clock.look(1)  # so that the watchdog sees the end of the first use
     if rank == 0:
         ending = lanes, missing, clock, not is_hang
         threading.Thread(target=end_in_the_last_exchange, args=ending, daemon=True).start()
     with suppress(TimeoutError):
-        lanes.run(TWO_CHUNKS, bodies, "L03/forward" if misses_first else "L03/backward")
+        lanes.run(two_chunks(), bodies, "L03/backward", tracer)
     assert rank == 1, "rank 1 came after all"
     # In no run, so its own watchdog is content.
     missing.touch()
@@ -74,49 +91,137 @@ def run_twice_with_one_missing(
     raise AssertionError("nobody has ended this rank")
 
 
-def fail_on_ranks(folder: Path, *args: bool) -> tuple[int, str]:
-    """How rank 0 ended and what it left."""
+HANG = "hang: a run is under way, and for 4.0 s no task has begun or finished"
+
+
+@pytest.mark.parametrize(
+    ("overlap", "is_hang", "code", "reason"),
+    [
+        (True, True, HANG_STATUS, HANG),
+        (False, True, HANG_STATUS, HANG),
+        # Where the main thread waits for a lane, Python's handlers run. In a collective they do not.
+        (True, False, -signal.SIGTERM, "SIGTERM"),
+        (False, False, TERMINATED_STATUS, "SIGTERM"),
+    ],
+    ids=["hang, threads", "hang, serial", "SIGTERM, threads", "SIGTERM, serial"],
+)
+def test_a_rank_that_ends_in_a_collective_leaves_a_report_and_its_trace(
+    tmp_path: Path, overlap: bool, is_hang: bool, code: int, reason: str
+) -> None:
     with pytest.raises(RuntimeError, match=r"exit codes \[") as caught:
-        run_on_ranks(run_twice_with_one_missing, 2, folder, str(folder), *args, grace_s=0)
-    codes = re.search(r"exit codes \[(-?\d+), (-?\d+)\]", str(caught.value))
-    assert codes is not None, caught.value
-    assert codes[2] == str(-signal.SIGKILL), caught.value  # rank 1 was at it still, and was ended by the test
-    assert not list(folder.glob(".*")), "a report that is half written"
-    return int(codes[1]), (folder / "rank0.txt").read_text()
-
-
-@pytest.mark.parametrize("overlap", [True, False], ids=["threads", "serial, in the first run"])
-def test_a_rank_whose_peer_never_comes_says_where_it_is_and_ends(tmp_path: Path, overlap: bool) -> None:
-    code, report = fail_on_ranks(tmp_path, overlap, True, not overlap)
-    assert code == HANG_STATUS == 86
-    run = "L03/backward" if overlap else "L03/forward"
-    assert lane_rows(report) == {
-        "compute": [f"{run}/L00/EXPERT/chunk0"] * 2,
-        "intra": ["-", "-"],
-        "inter": [f"{run}/L00/A2A_IN/chunk1", f"{run}/L00/A2A_IN/chunk0"],
-    }
+        run_on_ranks(run_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, is_hang, grace_s=0)
+    # Rank 1 was at it still, and was ended by the test.
+    assert re.search(rf"exit codes \[{code}, -9\]", str(caught.value)), caught.value
+    assert HANG_STATUS == 86, "documented"
+    report = (tmp_path / "reports" / "rank0.txt").read_text()
     assert "ds_fsmoe: what rank 0 was doing" in report
-    assert re.search(r"^reason: hang: a run is under way, and for 4\.0 s no task has begun or finished", report, re.M)
+    assert len(re.findall(rf"^reason: {re.escape(reason)}", report, re.M)) == report.count("reason:") == 1
     assert "run:    under way" in report
     assert re.search(rf"^host:   {re.escape(os.uname().nodename)}, process \d+$", report, re.M)
+    assert lane_rows(report) == {
+        "compute": ["L03/backward/L00/EXPERT/chunk0"] * 2,
+        "intra": ["-", "-"],
+        "inter": ["L03/backward/L00/A2A_IN/chunk1", "L03/backward/L00/A2A_IN/chunk0"],
+    }
     # The stack of the thread that waits, and the name of that thread.
     assert " in exchange\n" in report
     assert "MainThread" in report
     assert ("fsmoe-inter" in report) == overlap
+    trace = read_trace(tmp_path / "trace" / "rank0.json")
+    assert_valid(trace)
+    assert_no_overlap(trace)
+    about = trace["otherData"]
+    assert about["ended"].startswith(reason)
+    assert (about["complete"], about["steps"], about["asked_for"], about["runs"]) == (False, [5], "steps 5 to 6", 2)
+    assert about["unfinished"] == [
+        {"label": "L03/backward", "step": 5, "tasks": 4, "done": 2, "under_way": ["fsmoe/L03/bwd/A2A_IN/chunk1"]}
+    ]
+    assert sorted(event["name"] for event in events_of(trace)) == [
+        *("fsmoe/L03/bwd/A2A_IN/chunk0", "fsmoe/L03/bwd/EXPERT/chunk0"),
+        *(f"fsmoe/L03/fwd/{kind}/chunk{chunk}" for kind in ("A2A_IN", "EXPERT") for chunk in (0, 1)),
+    ]
+    # The report was there first, nothing is half written, and nothing is of rank 1, which the test has killed.
+    files = tmp_path / "reports" / "rank0.txt", tmp_path / "trace" / "rank0.json"
+    assert files[0].stat().st_mtime_ns <= files[1].stat().st_mtime_ns
+    assert [list(each.parent.iterdir()) for each in files] == [[each] for each in files]
 
 
-@pytest.mark.parametrize(
-    ("overlap", "code"),
-    # Where the main thread waits for a lane, Python's handlers run. In a collective they do not.
-    [(True, -signal.SIGTERM), (False, TERMINATED_STATUS)],
-    ids=["threads", "serial"],
-)
-def test_sigterm_in_a_collective_leaves_a_report_and_ends_the_process(tmp_path: Path, overlap: bool, code: int) -> None:
-    ended_with, report = fail_on_ranks(tmp_path, overlap, False, False)
-    assert ended_with == code
-    assert "\nreason: SIGTERM\n" in report
-    assert lane_rows(report)["inter"] == [f"L03/backward/L00/A2A_IN/chunk{chunk}" for chunk in (1, 0)]
-    assert report.count("reason:") == 1
+def train_until_told_to_end(rank: int, world_size: int, folder: str) -> NoReturn:
+    import ds_fsmoe
+
+    os.chdir(folder)
+    case = Case(1, 0)
+    model = SmallModel(case, rank)
+    block = {"enabled": True, "trace": {"enabled": True, "start_step": 1, "num_steps": 5, "path": "trace"}}
+    engine, *_ = ds_fsmoe.initialize(
+        model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block)
+    )
+    for step in range(4):
+        loss, _ = engine(*batch(step, rank, torch.float32))
+        if step == 3:
+            signal.raise_signal(signal.SIGTERM)
+        engine.backward(loss)
+        engine.step()
+    raise AssertionError("was not ended")
+
+
+def test_a_job_that_is_told_to_end_leaves_the_trace_of_its_engine(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=rf"exit codes \[-{signal.SIGTERM:d}\]"):
+        run_on_ranks(train_until_told_to_end, 1, tmp_path, str(tmp_path))
+    trace = read_trace(tmp_path / "trace" / "rank0.json")
+    assert trace["otherData"]["ended"] == "SIGTERM"
+    assert trace["otherData"]["steps"] == [1, 2, 3]
+    labels = {(event["args"]["step"], event["args"]["phase"]) for event in events_of(trace)}
+    assert labels == {(1, "fwd"), (1, "bwd"), (2, "fwd"), (2, "bwd"), (3, "fwd")}
+
+
+def test_an_error_that_nobody_catches_leaves_a_report_and_a_trace_and_is_shown_as_ever(tmp_path: Path) -> None:
+    script = """
+from pathlib import Path
+import torch
+from ds_fsmoe.planning.schedule import Lane, Schedule, Task
+from ds_fsmoe.execution.lanes import SerialLanes
+from ds_fsmoe.observing.trace import Tracer
+from ds_fsmoe.observing.watchdog import Watchdog
+
+class Engine:
+    def __init__(self):
+        self.lanes = SerialLanes()
+        self.watchdog = Watchdog(self.lanes, 300)
+    def __del__(self):  # when the interpreter takes its modules down
+        self.watchdog.close()
+        print("closed")
+engine = Engine()
+tracer = Tracer(Path("trace"), 7, 7, 100, torch.device("cpu"))
+tracer.step(7)
+def expert(task):
+    if task.chunk == 1:
+        print("about to fail")
+        raise ValueError("not enough \\udcff rows")
+tasks = Task("EXPERT", Lane.COMPUTE), Task("EXPERT", Lane.COMPUTE, 1)
+engine.lanes.run(Schedule(tasks[:1]), {"EXPERT": expert}, "L05/forward", tracer)
+del tracer  # nobody but the exit of the process has it
+engine.lanes.run(Schedule(tasks), {"EXPERT": expert}, "L05/backward")
+"""
+    environment = os.environ | {"PYTHONPATH": python_path(), "RANK": "7"}
+    failed = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, timeout=600, check=False
+    )
+    assert failed.returncode == 1
+    assert failed.stdout.split(b"\n")[:2] == [b"about to fail", b"closed"]
+    file = tmp_path / "fsmoe_reports" / "rank7.txt"
+    assert b"Traceback" in failed.stderr
+    assert b"ValueError: not enough" in failed.stderr
+    assert f"stacks and tasks of this rank: {file}".encode() in failed.stderr
+    report = file.read_text()
+    assert "reason: error: ValueError: not enough \\udcff rows" in report
+    assert lane_rows(report)["compute"] == ["L05/backward/L00/EXPERT/chunk1", "L05/backward/L00/EXPERT/chunk0"]
+    assert "raised by task 1 of the schedule, L05/backward/L00/EXPERT/chunk1, on lane compute" in report
+    assert ", in expert\n" in report
+    assert [each.name for each in file.parent.iterdir()] == ["rank7.txt"]
+    trace = read_trace(rank_file(tmp_path / "trace", 7))
+    assert trace["otherData"]["ended"] == "closed in step 7"
+    assert [event["name"] for event in events_of(trace)] == ["fsmoe/L05/fwd/EXPERT/chunk0"]
 
 
 def be_forked(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -157,38 +262,159 @@ def test_the_sigterm_of_a_forked_process_is_its_own(tmp_path: Path) -> None:
     ]
 
 
-def test_an_error_that_nobody_catches_leaves_a_report_and_is_shown_as_ever(tmp_path: Path) -> None:
-    script = """
-from ds_fsmoe.planning.schedule import Lane, Schedule, Task
-from ds_fsmoe.execution.lanes import SerialLanes
-from ds_fsmoe.observing.watchdog import Watchdog
+# ---- a wait outside of lanes
 
-class Engine:
-    def __init__(self):
-        self.lanes = SerialLanes()
-        self.watchdog = Watchdog(self.lanes, 300)
-    def __del__(self):  # when the interpreter takes its modules down
-        self.watchdog.close()
-        print("closed")
-engine = Engine()
-def expert(task):
-    print("about to fail")
-    raise ValueError("not enough \\udcff rows")
-engine.lanes.run(Schedule((Task("EXPERT", Lane.COMPUTE, 2),)), {"EXPERT": expert}, "L05/backward")
-"""
-    environment = os.environ | {"PYTHONPATH": python_path(), "RANK": "7"}
-    failed = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, timeout=600, check=False
-    )
-    assert failed.returncode == 1
-    assert failed.stdout.split(b"\n")[:2] == [b"about to fail", b"closed"]
-    file = tmp_path / "fsmoe_reports" / "rank7.txt"
-    assert b"Traceback" in failed.stderr
-    assert b"ValueError: not enough" in failed.stderr
-    assert f"stacks and tasks of this rank: {file}".encode() in failed.stderr
-    report = file.read_text()
-    assert "reason: error: ValueError: not enough \\udcff rows" in report
-    assert lane_rows(report)["compute"] == ["L05/backward/L00/EXPERT/chunk2", "-"]
-    assert "raised by task 0 of the schedule, L05/backward/L00/EXPERT/chunk2, on lane compute" in report
-    assert ", in expert\n" in report
-    assert [each.name for each in file.parent.iterdir()] == ["rank7.txt"]
+
+def wait_for_one(rank: int, world_size: int, folder: str) -> list[int]:
+    """Returns how often this rank would have been ended beside one at work with files, and beside one that is not."""
+    return [hangs_beside(rank, Path(folder), is_at_work) for is_at_work in (True, False)]
+
+
+def hangs_beside(rank: int, folder: Path, is_at_work: bool) -> int:
+    """Rank 0 waits for rank 1, which is at work with files, or is not, until it has reported that."""
+    files = [folder / f"{is_at_work}{each}.txt" for each in range(2)]
+    store = dist.distributed_c10d._get_default_store().clone()
+
+    def look() -> None:
+        if rank == 0:
+            hangs.look(1 + int(TIMEOUT_S / 2))  # then it asks the others
+            until(lambda: store.get(_key(1)).startswith(b"w" if is_at_work else b"-"))
+        while not files[0 if is_at_work else 1].exists():
+            hangs.look(1)
+            linger(0.01)
+
+    with closing(SerialLanes()) as lanes, Hangs(lanes, files[rank]) as hangs:
+        dist.barrier()
+        looking = threading.Thread(target=look)
+        if rank == 0:
+            with waiting("what every rank says"):
+                looking.start()
+                dist.barrier()
+                looking.join()
+        else:
+            with working("saving a checkpoint") if is_at_work else nullcontext():
+                looking.start()
+                looking.join()
+            dist.barrier()
+    return len(hangs.files)
+
+
+def test_a_rank_that_waits_for_one_at_work_with_files_is_not_ended_and_others_say_where_they_are(
+    tmp_path: Path,
+) -> None:
+    assert run_on_ranks(wait_for_one, 2, tmp_path / "ranks", str(tmp_path)) == [[0, 1], [0, 0]]
+    for is_at_work in (True, False):
+        report = (tmp_path / f"{is_at_work}0.txt").read_text()
+        assert "reason: hang: waits for other ranks in what every rank says" in report
+        its_work = "\n        rank 1: is in no wait of ds_fsmoe; is saving a checkpoint, since "
+        assert (its_work in report) == is_at_work
+    assert not (tmp_path / "True1.txt").exists()
+    assert (tmp_path / "False1.txt").exists(), "the other rank reports where it was, too"
+
+
+# ---- waits of DeepSpeed's own
+
+
+def deepspeeds_own() -> None:
+    from deepspeed.runtime.zero.utils import assert_lst_len_same_as_other_ranks
+
+    assert_lst_len_same_as_other_ranks([1])
+
+
+def of_the_script() -> None:
+    import deepspeed.comm
+
+    deepspeed.comm.barrier()
+
+
+def at_the_end_of_a_change(late: Callable[[], None]) -> None:
+    """Rank 0 is late within the change."""
+    import deepspeed
+
+    with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
+        layer = torch.nn.Linear(2, 2)
+    with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+        if dist.get_rank() == 0:
+            late()
+
+
+SHORT = 4
+"""Waits of DeepSpeed's at one place, one after the other."""
+
+
+def wait_in_deepspeed(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
+    """Where the other rank comes only after many looks: how many hangs the rank that waits reports, and the report."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    found = {}
+    for name, act in (("DeepSpeed", deepspeeds_own), ("script", of_the_script), ("change", at_the_end_of_a_change)):
+        is_late = rank == (0 if name == "change" else 1)
+        waits_for_it, looked, report = (Path(folder, f"{name} {each}") for each in ("waits", "looked", "report.txt"))
+
+        def late(waits_for_it: Path = waits_for_it, looked: Path = looked) -> None:
+            waits_for_it.touch()
+            until(looked.exists)
+
+        if is_late:
+            act(late) if name == "change" else (late(), act())  # type: ignore[call-arg]
+            continue
+        with closing(SerialLanes()) as lanes, Hangs(lanes, report) as hangs:
+
+            def look(hangs: Hangs = hangs, waits_for_it: Path = waits_for_it, looked: Path = looked) -> None:
+                until(waits_for_it.exists)
+                until_blocked(threading.main_thread())
+                hangs.look(2 * LOOKS_FOR_A_HANG)
+                looked.touch()
+
+            looking = threading.Thread(target=look)
+            looking.start()
+            act(lambda: None) if name == "change" else act()  # type: ignore[call-arg]
+            looking.join()
+            hangs.look(1)
+            assert waiting.now() == []
+            found[name] = len(hangs.files), report.read_text() if hangs.files else ""
+    found["many short ones"] = many_short_ones(rank, folder), ""
+    return found
+
+
+def many_short_ones(rank: int, folder: str) -> int:
+    """Each is looked at, at one place, for less than a hang."""
+
+    def go(number: int) -> Path:
+        return Path(folder, f"go{number}")
+
+    if rank:
+        for number in range(SHORT):
+            until(go(number).exists)
+            deepspeeds_own()
+        return 0
+    with closing(SerialLanes()) as lanes, Hangs(lanes, Path(folder, "short.txt")) as hangs:
+
+        def look() -> None:
+            for number in range(SHORT):
+                until_blocked(threading.main_thread())
+                hangs.look(LOOKS_FOR_A_HANG // 2)
+                before = _collectives_begun()
+                go(number).touch()
+                until(lambda before=before, number=number: _collectives_begun() != before or number == SHORT - 1)
+
+        looking = threading.Thread(target=look)
+        looking.start()
+        for _ in range(SHORT):
+            deepspeeds_own()
+        looking.join()
+        return len(hangs.files)
+
+
+def test_a_wait_of_deepspeeds_that_lasts_is_a_hang_and_one_of_the_script_or_many_short_ones_are_not(
+    tmp_path: Path,
+) -> None:
+    first, second = run_on_ranks(wait_in_deepspeed, 2, tmp_path / "ranks", str(tmp_path))
+    num_hangs = {name: count for name, (count, _) in first.items()}
+    assert num_hangs == {"DeepSpeed": 1, "script": 0, "many short ones": 0}
+    assert second == {"change": (0, ""), "many short ones": (0, "")}
+    report = first["DeepSpeed"][1]
+    reason = "hang: waits for other ranks in DeepSpeed's assert_lst_len_same_as_other_ranks (runtime/zero/utils.py:"
+    assert f"\nreason: {reason}" in report
+    assert "\nrank:   waits for other ranks in DeepSpeed's assert_lst_len_same_as_other_ranks" in report

@@ -21,6 +21,7 @@ from tests.hurry import hurry
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.report_runs import TASKS, charts_of, record, record_details, without_programs
+from tests.samples import draw
 from tests.small_model import Case, SmallModel, batch
 from tests.test_no_longer_said import OLD
 from tests.test_report_conclusion import page_of, section
@@ -35,13 +36,8 @@ def tuned(rank: int, world_size: int, folder: str, keeps_stock: bool) -> dict[st
     from ds_fsmoe.tuning.trials import Trials
 
     hurry()
-    said: list[str] = []
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger("ds_fsmoe").addHandler(Said())
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     Trials._best = lambda self: self.baseline if keeps_stock else 0  # type: ignore[method-assign,return-value]
     torch.manual_seed(0)
     model = SmallModel(CASE, rank)
@@ -56,14 +52,22 @@ def tuned(rank: int, world_size: int, folder: str, keeps_stock: bool) -> dict[st
         loss, _ = engine(*batch(step, rank, torch.float32))
         engine.backward(loss)
         engine.step()
-        if engine.fsmoe.autotune.is_settled and step > STEPS // 2:
+        if engine.fsmoe.autotune.is_settled and step > STEPS // 3:
             break
-    found = {"said": said, "first": first, "chosen": engine.fsmoe.chosen()}
+    found = {"said": said.lines, "first": first, "chosen": engine.fsmoe.chosen()}
     engine.destroy()
     return found
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["DeepSpeed's schedule", "chunks"])
+BOTH = [True, False]
+TODAY = draw("what is kept", BOTH, 1)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[each if each in TODAY else pytest.param(each, marks=pytest.mark.long) for each in BOTH],
+    ids=["DeepSpeed's schedule", "chunks"],
+)
 def tuned_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("tuned")
     found, _ = run_on_ranks(tuned, 2, folder / "ranks", str(folder / "run"), request.param)

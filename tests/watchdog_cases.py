@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,40 +12,16 @@ import pytest
 import torch
 
 from ds_fsmoe.execution.lanes import Body, Lanes, make_lanes
-from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
 from tests.fake_clock import SteppedClock
-from tests.waiting import until, until_blocked
 
-COMPUTE, INTRA, INTER = Lane
+COMPUTE = Lane.COMPUTE
 # By the clock of the test: as many looks.
 TIMEOUT_S = 4.0
 # In the first two it sees that nothing has moved since the one before, by the host and by the device.
 LOOKS_FOR_A_HANG = 2 + int(TIMEOUT_S)
-TWO_CHUNKS = Schedule(
-    (
-        Task("A2A_IN", INTER, 0),
-        Task("EXPERT", COMPUTE, 0, after=(0,)),
-        Task("A2A_IN", INTER, 1),
-        Task("EXPERT", COMPUTE, 1, after=(2,)),
-    )
-)
 ONE_TASK = Schedule((Task("EXPERT", COMPUTE),))
-
-
-def end_in_the_last_exchange(lanes: Lanes, missing: Path, clock: SteppedClock, by_signal: bool) -> None:
-    """Once this rank waits for another in chunk 1, and the other one is known to be missing: time passes until the
-    watchdog ends the process; or the process is told to end."""
-    until(missing.exists)
-    until(lambda: [name[-6:] for name in lanes.progress()[INTER]] == ["chunk1", "chunk0"])
-    until(lambda: lanes.progress()[COMPUTE][1].endswith("chunk0"))
-    if not by_signal:
-        clock.allow(1000)
-        return
-    if not isinstance(lanes, ThreadLanes):  # then it sits in the collective itself
-        until_blocked(threading.main_thread())
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def lane_rows(report: str) -> dict[str, list[str]]:
