@@ -29,7 +29,7 @@ from ds_fsmoe.planning.schedule import EXPERT, Schedule, Task
 from ds_fsmoe.planning.timeline import Timeline, simulate
 from tests.calls import call_of
 from tests.fake_clock import FakeClock
-from tests.lane_cases import COMPUTE, CPU, NEEDS_GPU, device_of
+from tests.lane_cases import COMPUTE, CPU, NEEDS_GPU
 from tests.ranks import run_on_ranks
 from tests.trace_cases import events_of, make_tracer, written
 
@@ -243,7 +243,7 @@ def test_what_was_read_last_tells_what_is_dense_when_there_is_nothing_newer(mode
 
 @NEEDS_GPU
 def test_on_a_gpu_events_tell_the_same() -> None:
-    device = device_of("streams")
+    device = torch.device("cuda")
     with closing(make_lanes(device)) as lanes:
         clock = StepClock(device)
         model = Model(clock, lanes, FakeClock())
