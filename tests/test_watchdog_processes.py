@@ -279,7 +279,10 @@ def hangs_beside(rank: int, folder: Path, is_at_work: bool) -> int:
         if rank == 0:
             hangs.look(1 + int(TIMEOUT_S / 2))  # then it asks the others
             until(lambda: store.get(_key(1)).startswith(b"w" if is_at_work else b"-"))
-        while not files[0 if is_at_work else 1].exists():
+        # Until what is expected is written; more looks than this mean that it never is.
+        for _ in range(500):
+            if files[0 if is_at_work else 1].exists():
+                break
             hangs.look(1)
             linger(0.01)
 
