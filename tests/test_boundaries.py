@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which folder of the house may import what, read from the source; and that importing the package stays light.
+"""Which folder of the package may import what, read from the source; and that importing the package stays light.
 
 Imports inside functions count, those for type checkers only do not.
 """
@@ -206,12 +206,12 @@ STATEMENTS: dict[str, int] = {
     "files": 607,
     "gradients": 1725,
     "layer": 3168,
-    "measuring": 1250,
+    "measuring": 1249,
     "observing": 1277,
     "offline": 6001,
     "ops": 736,
     "placement": 676,
-    "planning": 4946,
+    "planning": 4948,
     "routes": 471,
     "telemetry": 879,
     "terminal": 208,

@@ -153,7 +153,7 @@ def sharded(layout: tuple[int, int, int], names_per_stage: list[list[str]]) -> W
     ]
 
 
-@sampled(("layout", "first"), [*((each, 0) for each in LAYOUTS), (LAYOUTS[1], 1)], kept=[-1], ids=str)
+@sampled(("layout", "first"), [*((each, 0) for each in LAYOUTS), (LAYOUTS[1], 1)], ids=str)
 def test_sharded_experts_train_to_the_numbers_of_whole_ones(
     layout: tuple[int, int, int], first: int, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def test_sharded_experts_train_to_the_numbers_of_whole_ones(
     assert_no_differences(layout[0], sharded(layout, in_turn)[first:], tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.daily("layers", 2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_sharded_experts_train_to_the_numbers_of_whole_ones_in_every_way(
     layout: tuple[int, int, int], tmp_path: Path
@@ -329,7 +329,7 @@ def compare_uses(rank: int, world_size: int, in_turns: bool) -> list[str]:
     return found
 
 
-@sampled("in_turns", [True, False], kept=[0])
+@sampled("in_turns", [True, False])
 def test_every_use_gives_stocks_gradients_in_chunks(in_turns: bool, tmp_path: Path) -> None:
     for rank, found in enumerate(run_on_ranks(compare_uses, 2, tmp_path, in_turns)):
         assert not found, f"rank {rank}: {found}"

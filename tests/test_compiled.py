@@ -296,6 +296,7 @@ def in_turn(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
     return in_one_backward(), with_other_plans(), saved(rank, folder)
 
 
+@pytest.mark.daily("compiled", 1)
 def test_two_forwards_in_one_backward_are_refused_other_plans_compile_nothing_again_and_files_have_their_names(
     tmp_path: Path,
 ) -> None:

@@ -311,7 +311,7 @@ def whole_block() -> dict[str, Any]:
     return found | {"gate": {"type": "gshard", "k": 2}, "metrics": "off", "schedule": "fsmoe"}
 
 
-FAST = settings(max_examples=120, suppress_health_check=list(HealthCheck), database=None, report_multiple_bugs=False)
+FAST = settings(max_examples=50, suppress_health_check=list(HealthCheck), database=None, report_multiple_bugs=False)
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -345,7 +345,7 @@ def test_a_damaged_file_is_read_or_refused_in_words_that_name_it(name: str, tmp_
 def test_a_block_is_read_or_refused_in_words() -> None:
     read, refused = [], []
 
-    @settings(FAST, max_examples=250)
+    @settings(FAST, max_examples=120)
     @given(st.data())
     def look(data: st.DataObject) -> None:
         block: Any = data.draw(st.sampled_from((whole_block(), whole_block(), {"enabled": True})))

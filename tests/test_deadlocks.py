@@ -181,6 +181,7 @@ def test_engines_get_stuck_in_no_order_that_keeps_that_of_issue(tmp_path: Path) 
     assert any("fsmoe_gradients" in name for names in stuck for name in names)
 
 
+@pytest.mark.long
 def test_batches_leave_while_gradients_are_under_way_and_all_ranks_meet_between_them_only(tmp_path: Path) -> None:
     job = Batches(FOUR_LAYERS, 4)
     [parts] = recorded(tmp_path, job)

@@ -86,7 +86,7 @@ SIZES = ((2, 1), (4, 2), (4, 1))
 LAYOUTS += [(stage, *sizes, (family,), 3) for stage in (0, 1, 2) for sizes in SIZES for family in BOTH]
 
 
-@sampled(("stage", "world_size", "ep_size", "names", "count"), LAYOUTS, kept=[0, 1])
+@sampled(("stage", "world_size", "ep_size", "names", "count"), LAYOUTS)
 def test_losses_gradients_and_weights_are_those_of_one_process(
     stage: int, world_size: int, ep_size: int, names: tuple[str, ...], count: int, tmp_path: Path
 ) -> None:

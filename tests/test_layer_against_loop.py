@@ -420,7 +420,7 @@ def compare(rank: int, world_size: int, cases: list[Case], ep: int, esp: int) ->
     return found
 
 
-@sampled(("world_size", "ep", "esp"), EVERY_LAYOUT, kept=[3])
+@sampled(("world_size", "ep", "esp"), EVERY_LAYOUT)
 def test_chunks_change_no_number(world_size: int, ep: int, esp: int, tmp_path: Path) -> None:
     """Every pair of values of two axes over the layouts; rows and slots of the special cases."""
     cases = covering_cases((world_size, ep, esp))

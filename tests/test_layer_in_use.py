@@ -101,7 +101,7 @@ def compare(rank: int, world_size: int, in_turns: bool) -> list[str]:
     return different
 
 
-@sampled("in_turns", [True, False], kept=[0])
+@sampled("in_turns", [True, False])
 def test_every_use_gives_stocks_numbers(in_turns: bool, tmp_path: Path) -> None:
     for different in run_on_ranks(compare, 2, tmp_path, in_turns):
         assert not different

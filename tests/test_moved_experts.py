@@ -184,7 +184,7 @@ MOVES = [
 
 
 # Replicas of experts whose gradients accumulate; adapters, with states of their own; DeepSpeed's own layers.
-@sampled("job", MOVES, kept=[0, 1, 10], ids=lambda job: "-".join(map(str, job)))
+@sampled("job", MOVES, kept=[1], ids=lambda job: "-".join(map(str, job)))
 def test_training_goes_on_as_if_experts_had_stayed(job: Moves, tmp_path: Path) -> None:
     if "lora" in job.model:
         pytest.importorskip("peft")

@@ -45,6 +45,7 @@ def f(a: Callable[[int], None] = 4) -> Tuple[a, b]:
     assert mutations_of("f.py", source) == []
 
 
+@pytest.mark.long
 def test_a_seed_draws_the_same_mutations_of_all_kinds_again_and_each_is_python_and_changes_something() -> None:
     mutations = drawn("1", 200)
     assert mutations == drawn("1", 200)

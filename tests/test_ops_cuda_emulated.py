@@ -32,6 +32,8 @@ from tests.emulated_kernels import (  # noqa: E402
 from tests.ops_cases import assert_same_bits, random_rows, random_slots, segments_of  # noqa: E402
 from tests.samples import sampled  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 # (S, M, K, N); widths that go in vectors of 16 bytes and others, and more than one round of the block's threads.
 SHAPES_SMKN = [(1, 1, 1, 1), (7, 16, 2, 29), (11, 67, 5, 17), (3, 1064, 3, 7), (3, 2113, 1, 5), (5, 8, 3, 3)]
 # Nothing at all of one kind; then there are no gradients to ask the kernels for.

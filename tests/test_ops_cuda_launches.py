@@ -15,6 +15,8 @@ from tests.covering import covering  # noqa: E402
 from tests.emulated_kernels import CHECKED, DTYPES, PRIORITIES, Address, Ended, build  # noqa: E402
 from tests.samples import sampled  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 # What csrc/cuda/bindings.cpp lets through.
 MOST_BLOCKS = 2**31 - 1
 EXPERTS_AT_ONCE = 1024

@@ -28,6 +28,8 @@ from tests.emulated_kernels import (  # noqa: E402
 from tests.ops_cases import assert_same_bits, random_rows, random_slots, segments_of  # noqa: E402
 from tests.samples import sampled  # noqa: E402
 
+pytestmark = pytest.mark.long
+
 KERNEL_FILES = sorted(path.name for path in FOLDER.glob("*.cu"))
 # More than one warp in each: of packs of 16 bytes, and of single values.
 WIDTHS = {"packs": 328, "values": 37}

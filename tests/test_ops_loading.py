@@ -167,6 +167,7 @@ def load_where_rank_1_cannot(rank: int, world_size: int, folder: Path) -> dict[s
     return {"names": names, "said": listener.lines, "refused": refused}
 
 
+@pytest.mark.long
 def test_what_one_rank_cannot_have_no_rank_uses(tmp_path: Path) -> None:
     first, second = run_on_ranks(load_where_rank_1_cannot, 2, tmp_path / "ranks", tmp_path)
     assert first["names"] == second["names"] == ["plain", "plain"]

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -107,6 +108,7 @@ def test_engines_keep_every_rule(tmp_path: Path) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.long
 @sampled(("ranks", "run"), ALL, drawn=1, ids=lambda each: getattr(each, "name", str(each)))
 def test_engines_of_every_part_and_way_to_train_keep_every_rule(ranks: int, run: Run, tmp_path: Path) -> None:
     (wrong,) = run_on_ranks(problems, 1, tmp_path, [(ranks, run)])
@@ -137,6 +139,7 @@ def breaches_of_wrong_engines(_: int, __: int) -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
+@pytest.mark.long
 def test_an_engine_on_no_device_and_gradients_that_are_sent_before_they_are_there_are_reported(tmp_path: Path) -> None:
     """The device of a rank is 1, and 0 is current until somebody says otherwise."""
     ((of_device, of_gradients),) = run_on_ranks(breaches_of_wrong_engines, 1, tmp_path)

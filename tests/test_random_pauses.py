@@ -62,8 +62,8 @@ def compare(rank: int, world_size: int, steps: int, case: Case) -> tuple[bool, i
     return all(torch.equal(a, b) for a, b in zip(serial, paused, strict=True)), count
 
 
-@sampled(("steps", "drop_tokens"), [(20, False), (20, True), (200, False), (200, True)], kept=[0])
-def test_training_steps_with_random_pauses_equal_the_serial_run(steps: int, drop_tokens: bool, tmp_path: Path) -> None:
-    for equal, count in run_on_ranks(compare, 2, tmp_path, steps, Case(ep_size=2, k=2, drop_tokens=drop_tokens)):
+@sampled("drop_tokens", [False, True])
+def test_training_steps_with_random_pauses_equal_the_serial_run(drop_tokens: bool, tmp_path: Path) -> None:
+    for equal, count in run_on_ranks(compare, 2, tmp_path, 20, Case(ep_size=2, k=2, drop_tokens=drop_tokens)):
         assert equal
-        assert count > steps
+        assert count > 20

@@ -193,7 +193,7 @@ def damaged(folder: Path) -> Iterator[tuple[Path, str]]:
                 yield path, "\n".join([text, *others])
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_record_with_any_value_damaged_is_shown_as_far_as_it_goes(
     count: int, both: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def slow_functions(file: Path) -> list[str]:
 def test_no_function_runs_at_night_alone() -> None:
     found = {file.relative_to(TESTS).as_posix(): slow_functions(file) for file in TESTS.rglob("test_*.py")}
     assert {name: functions for name, functions in found.items() if functions} == {}
+
+
+def test_every_file_of_tests_is_in_the_table_of_laws_and_no_other() -> None:
+    named = set(re.findall(r"`([\w/]+\.py)`", (TESTS / "README.md").read_text()))
+    files = {file.relative_to(TESTS).as_posix() for file in TESTS.rglob("test_*.py")}
+    assert files - named == set()
+    assert {name for name in named if not (TESTS / name).exists()} == {"tests/samples.py"}
 
 
 def indices(mark: pytest.MarkDecorator) -> list[int]:

@@ -77,7 +77,7 @@ def time_links(measuring: Measuring, subjects: Sequence[ProfiledLayer]) -> LinkT
         name, subject = users[0]
         sizes_bytes = _sizes_bytes([user.link_bytes(each) for each, user in users])
         found: dict[ReduceMethod | None, Timing] = {}
-        for method, collectives in _ways(name, subject.collectives).items():
+        for method, collectives in _by_method(name, subject.collectives).items():
             way = full_name if method is None else f"{full_name} by {method}"
             prepare, row_bytes, group = prepared(subject, name, collectives, device)
             rows = at_least(4, (max(1, size // row_bytes) for size in sizes_bytes))
@@ -168,7 +168,7 @@ def _sizes_bytes(wanted_bytes: Sequence[int]) -> list[int]:
     return sizes
 
 
-def _ways(name: str, collectives: Collectives) -> dict[ReduceMethod | None, Collectives]:
+def _by_method(name: str, collectives: Collectives) -> dict[ReduceMethod | None, Collectives]:
     """Return the collectives to compare, by method to reduce; ``None``: there is one method."""
     # Collectives with their own method to reduce have no choice.
     if name != REDUCE_SCATTER or type(collectives).reduce is not Collectives.reduce:
