@@ -135,6 +135,7 @@ def run_layer(
     *,
     alltoall: str = "flat",
     self_split: bool = False,
+    agreeing: dist.ProcessGroup | None = None,
     whole: bool = False,
     callbacks: tuple[CallbackBase, ...] = (),
     exact: bool = False,
@@ -205,7 +206,7 @@ def run_layer(
         order=SimpleOrder(),
         pipeline=pipeline,
         experts=local,
-        group=groups.block_group,
+        group=agreeing or groups.block_group,
         callbacks=callbacks,
         in_rows=in_rows,
     )
@@ -318,8 +319,9 @@ def other_ways(rank: int, world_size: int) -> list[str]:
         found += [f"{case}, split by themselves, in rows: {each}" for each in differences(rows, slots, 1e-12)]
     with on_nodes(0, 0, 0, 1):
         groups = make_groups(2, mp_size=2, tensor_parallel_experts=True)
-    case = Case(tokens=(13, 13, 13, 13))  # tensor-parallel ranks have as many
-    flat, two = (run_layer(case, groups, lanes, False, self_split=True, alltoall=name) for name in ("flat", "2dh"))
+    # Ranks whose tokens are gathered agree on a capacity.
+    how = {"self_split": True, "agreeing": dist.group.WORLD}
+    flat, two = (run_layer(Case(), groups, lanes, False, alltoall=name, **how) for name in ("flat", "2dh"))
     found += [f"split by themselves, 2dh: {each}" for each in differences(two, flat, 0.0)]
     lanes.close()
     return found
