@@ -103,8 +103,9 @@ test-oldest:
 	@echo "== test-oldest: make test on the oldest Python and torch that are supported (downloads 3 GB, with CUDA libraries; 6 GB on disk)"
 	@$(MAKE) --no-print-directory VENV=.venv-oldest test
 
-nightly: $(READY) test-planning
+nightly: $(READY) $(PLANNING_READY)
 	@echo "== nightly: all tests, every case of every matrix, file by file (hours; it goes on where it stopped)"
+	@DS_FSMOE_EXPECT_NO_TORCH=1 $(PLANNING)/bin/python -m pytest $(SIDE_BY_SIDE) --durations=5 tests/planning
 	@$(RUN) tools/nightly.py $(SIDE_BY_SIDE)
 
 $(DOCS_READY): tools/docs_requirements.txt tools/setup_venv.sh

@@ -288,13 +288,13 @@ def _digest(*words: str) -> str:
 
 @functools.cache
 def _folder() -> Path:
-    """Beside the compiled ops, where `make test` names a folder for them; else one of this session."""
+    """Beside the compiled ops, where `make test` names a folder for them; else one of this run."""
     if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
         folder = Path(named, "emulated")
         folder.mkdir(parents=True, exist_ok=True)
         return folder
     holder = tempfile.TemporaryDirectory(prefix="emulated_kernels_")
-    _folder.holder = holder  # type: ignore[attr-defined]  # deleted when the session ends
+    _folder.holder = holder  # type: ignore[attr-defined]  # deleted when the run ends
     return Path(holder.name)
 
 

@@ -105,16 +105,20 @@ def walk(sizes: Sequence[int], order: str) -> tuple[list[tuple[int, int]], list[
 def forward(
     call: ExpertCall, x_NeCM: torch.Tensor, sizes: Sequence[int], order: str = "from the first"
 ) -> torch.Tensor:
-    cuts, places = walk(sizes, order)
-    results = [call.forward(a, b, x_NeCM[:, :, a:b]) for a, b in cuts]
-    return torch.cat([results[place] for place in places], dim=2)
+    return _in_chunks(call.forward, x_NeCM, sizes, order)
 
 
 def backward(
     call: ExpertCall, dy_NeCM: torch.Tensor, sizes: Sequence[int], order: str = "from the first"
 ) -> torch.Tensor:
+    return _in_chunks(call.backward, dy_NeCM, sizes, order)
+
+
+def _in_chunks(
+    run: Callable[[int, int, torch.Tensor], torch.Tensor], rows_NeCM: torch.Tensor, sizes: Sequence[int], order: str
+) -> torch.Tensor:
     cuts, places = walk(sizes, order)
-    results = [call.backward(a, b, dy_NeCM[:, :, a:b]) for a, b in cuts]
+    results = [run(a, b, rows_NeCM[:, :, a:b]) for a, b in cuts]
     return torch.cat([results[place] for place in places], dim=2)
 
 
