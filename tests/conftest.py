@@ -38,12 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", metavar="SEED", help="run files, and the tests of each, in an order of this seed's")
 
 
+@pytest.hookimpl(tryfirst=True)  # ahead of hypothesis, which reads its seed here
 def pytest_configure(config: pytest.Config) -> None:
-    """In the background of a shell a process ignores Ctrl-C, and so would those that tests start and interrupt."""
+    """In the background of a shell a process ignores Ctrl-C, and so would those that tests start and interrupt.
+    Hypothesis draws from the seed of the run."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.stash[LEFT_OUT] = Counter()
-    todays_seed()
+    if config.option.hypothesis_seed is None:
+        config.option.hypothesis_seed = todays_seed()
 
 
 @pytest.hookimpl(tryfirst=True)  # ahead of -m, which goes by the marks

@@ -339,7 +339,7 @@ def test_a_damaged_file_is_read_or_refused_in_words_that_name_it(name: str, tmp_
 
     look()
     # Where nothing is refused, nothing can be told from a reader that looks at nothing.
-    assert len(said) > 10 or reader.refusal is NoRunError
+    assert said or reader.refusal is NoRunError
 
 
 def test_a_block_is_read_or_refused_in_words() -> None:

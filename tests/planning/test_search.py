@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, seed, settings
+from hypothesis import given, settings
 
 from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cost import LinearCost
@@ -21,12 +21,10 @@ from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work
 from tests.planning.layers import choices_to_make, cut_anew, every_plan
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, choose_degrees, made_up
-from tests.samples import todays_seed
 
 MAX_DEGREE = 8
 
 
-@seed(todays_seed())
 @settings(max_examples=100)
 @given(choices_to_make())
 def test_what_is_chosen_is_the_best_of_all_plans_by_simulation(drawn: tuple) -> None:
