@@ -4,15 +4,18 @@
 python tools/mutations.py --seed 2026-11-29 --count 100
 
 Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the test files
-that import its module, closest first, and what survives those against all of ``make test``. Results are kept in
+that import its module, closest first, and what survives those against all of ``make test``: the survivors together,
+once, and each alone against the tests that failed then, until none fails. Results are kept in
 ``.mutations/SEED.jsonl``; a second run goes on where the first stopped. Mutations that change no result are listed
-with the reason in ``tools/mutations_equivalent.toml`` and drawn anew.
+with the reason in ``tools/mutations_equivalent.toml`` and drawn anew. ``--known`` takes those of
+``tools/mutations_known.toml``, which tests have missed once.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import json
 import os
@@ -30,7 +33,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EQUIVALENT = Path(__file__).with_name("mutations_equivalent.toml")
+EQUIVALENT, KNOWN = (Path(__file__).with_name(f"mutations_{each}.toml") for each in ("equivalent", "known"))
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -181,6 +184,30 @@ def drawn(seed: str, count: int) -> list[Mutation]:
     return list(chosen.values())
 
 
+def known() -> list[Mutation]:
+    """Return the mutations that an earlier state of the tests has missed.
+
+    Raises:
+        ValueError: the code of one is not there once.
+    """
+    found = []
+    for each in tomllib.loads(KNOWN.read_text())["known"]:
+        source = (ROOT / each["path"]).read_text()
+        if source.count(each["before"]) != 1:
+            raise ValueError(
+                f"{KNOWN.name}: {each['name']}: its code is {source.count(each['before'])} times in the file"
+            )
+        head = source[: source.index(each["before"])]
+        start, end = (at(text) for text in (head, head + each["before"]))
+        found.append(Mutation(each["path"], each["function"], each["name"], start, end, each["before"], each["after"]))
+    return found
+
+
+def at(text: str) -> tuple[int, int]:
+    """Return the place at the end of a text, as ast counts it."""
+    return text.count("\n") + 1, len(text.rpartition("\n")[2].encode())
+
+
 def imports(source: str) -> set[str]:
     """Return the modules that a file imports, and the names that it imports from them, with dots."""
     found = set()
@@ -219,40 +246,111 @@ def nearest(path: str, function: str) -> list[str]:
         name = module_of(file)
         return function not in file.read_text(), away.get(name, 99), len(importing()[name])
 
-    files = [file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts]
-    return [str(each.relative_to(ROOT)) for each in sorted(files, key=nearness)]
+    return sorted(all_files(), key=lambda each: nearness(ROOT / each))
 
 
-def run_tests(tree: Path, files: list[str], workers: int, limit_s: int) -> str | None:
-    """Run test files of a tree in this order, each in the environment that ``make test`` gives it.
+def run_tests(tree: Path, tests: list[str], workers: int, limit_s: int, stops: bool = True) -> list[str]:
+    """Run tests of a tree in this order, each in the environment that ``make test`` gives it.
+
+    Args:
+        tests: their files, or single ones.
+        stops: whether the first failure ends the run.
 
     Returns:
-        The first test that fails, or ``None``; a run out of time counts as caught.
+        The tests that fail; empty if none does. A run out of time counts as one.
     """
     environments: dict[str, list[str]] = {}
-    for file in files:
-        environments.setdefault(".venv-planning" if file.startswith("tests/planning") else ".venv", []).append(file)
+    for each in tests:
+        environments.setdefault(".venv-planning" if each.startswith("tests/planning") else ".venv", []).append(each)
+    found: list[str] = []
     for environment, names in environments.items():
-        folder = ROOT / environment / "bin"
-        command = [str(folder / "python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        folder, cache = ROOT / environment / "bin", tree.parent / "cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        command = [str(folder / "python"), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *["-x"] * stops]
         command += ["-m", "not slow and not long", "-n", str(workers), "--dist", "load", "--maxschedchunk", "2", *names]
         path = f"{folder}{os.pathsep}{os.environ['PATH']}"
         variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1"}
         if environment == ".venv-planning":
             variables["DS_FSMOE_EXPECT_NO_TORCH"] = "1"
         run = subprocess.Popen(
-            command, cwd=tree, env=os.environ | variables, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, cwd=tree, env=os.environ | variables, stdout=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            printed, _ = run.communicate(timeout=limit_s)
+            run.wait(limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)  # with the ranks that it has started
             run.wait()
-            return "the limit of time"
+            return ["the limit of time"]
         if run.returncode not in (0, 5):
-            failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0][:200] if failed else f"status {run.returncode}"
-    return None
+            failed = cache / "v" / "cache" / "lastfailed"
+            found += json.loads(failed.read_text()) if failed.exists() else [f"status {run.returncode}"]
+            if stops:
+                break
+    return found
+
+
+def run_together(
+    tree: Path, survivors: list[Mutation], workers: int, limit_s: int, baseline: set[str]
+) -> dict[str, str]:
+    """Run all of ``make test`` with several mutations at once, and each alone against the tests that fail then.
+
+    Args:
+        baseline: the tests that fail without any.
+
+    Returns:
+        Name of a mutation -> a test that catches it; those that none does are missing.
+    """
+    found: dict[str, str] = {}
+    left = survivors
+    while left:
+        with mutated(tree, left):
+            failed = run_tests(tree, all_files(), workers, limit_s, stops=False)
+        suspects = [each for each in failed if each not in baseline]
+        print(f"{len(left)} together: {len(suspects)} tests fail", flush=True)
+        if not suspects:
+            break
+        if not any("::" in each or each.endswith(".py") for each in suspects):  # out of time, or no test could run
+            if len(left) == 1:
+                return found | {left[0].name: suspects[0]}
+            halves = left[: len(left) // 2], left[len(left) // 2 :]
+            return found | {
+                name: by for half in halves for name, by in run_together(tree, half, workers, limit_s, baseline).items()
+            }
+        before = len(left)
+        for each in left:
+            with mutated(tree, [each]):
+                by = run_tests(tree, [test for test in suspects if test.startswith("tests")], workers, limit_s)
+            print(f"{'caught' if by else 'alone none fails:'} {each.name} {by[:1]}", flush=True)
+            if by:
+                found[each.name] = by[0]
+        left = [each for each in left if each.name not in found]
+        if len(left) == before:
+            break
+    return found
+
+
+@contextlib.contextmanager
+def mutated(tree: Path, mutations: list[Mutation]) -> Iterator[None]:
+    """Have some mutations in the tree; of two that overlap, the first."""
+    sources: dict[str, str] = {}
+    for path in {each.path for each in mutations}:
+        text = sources[path] = (tree / path).read_text()
+        below = (sys.maxsize, 0)
+        for each in sorted((each for each in mutations if each.path == path), key=lambda each: each.end, reverse=True):
+            if each.end <= below:
+                text, below = each.applied(text), each.start
+        (tree / path).write_text(text)
+    try:
+        yield
+    finally:
+        for path, source in sources.items():
+            (tree / path).write_text(source)
+
+
+def all_files() -> list[str]:
+    """Return the test files of ``make test``."""
+    files = (file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts)
+    return sorted(str(each.relative_to(ROOT)) for each in files)
 
 
 def main() -> int:
@@ -260,18 +358,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"), help="default: the date")
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument(
+        "--known", action="store_true", help="those that tests have missed once, in place of drawn ones"
+    )
     parser.add_argument("--only", default="", help="only mutations of files whose path has this in it")
     parser.add_argument("--laws-only", action="store_true", help="do not run all of make test for what survives")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=900, help="for each run of tests")
+    parser.add_argument("--limit-s", type=int, default=900, help="for each run of the law's files")
+    parser.add_argument("--limit-all-s", type=int, default=3600, help="for each run of all tests")
     options = parser.parse_args()
-    mutations = [each for each in drawn(options.seed, options.count) if options.only in each.path]
+    mutations = known() if options.known else drawn(options.seed, options.count)
+    mutations = [each for each in mutations if options.only in each.path]
     if options.list:
         for each in mutations:
             print(f"{each.path}:{each.start[0]} {each.kind}: {each.before!r} -> {each.after!r}")
         return 0
-    kept = ROOT / ".mutations" / f"{options.seed}.jsonl"
+    kept = ROOT / ".mutations" / f"{'known' if options.known else options.seed}.jsonl"
     kept.parent.mkdir(exist_ok=True)
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
     results = {row["name"]: row for row in rows}
@@ -281,24 +384,31 @@ def main() -> int:
     for file in filter(None, files.split("\0")):
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, tree / file)
-    for number, each in enumerate(mutations, 1):
-        if each.name in results and (results[each.name]["by"] or options.laws_only or results[each.name]["all"]):
-            continue
-        source = (tree / each.path).read_text()
-        (tree / each.path).write_text(each.applied(source))
-        began = time.monotonic()
-        files = nearest(each.path, each.function)
-        by = run_tests(tree, files[:LAW_FILES], options.workers, options.limit_s)
-        everything = by is None and not options.laws_only
-        if everything:
-            by = run_tests(tree, files[LAW_FILES:], options.workers, options.limit_s)
-        (tree / each.path).write_text(source)
-        seconds = round(time.monotonic() - began)
-        row = {"name": each.name, "by": by, "all": everything, "seconds": seconds} | asdict(each)
-        results[each.name] = row
+
+    def keep(mutation: Mutation, by: list[str], everything: bool, seconds: float) -> None:
+        row = {"name": mutation.name, "by": by[0][:200] if by else None, "all": everything, "seconds": round(seconds)}
+        results[mutation.name] = row | asdict(mutation)
         with kept.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{number:3} {'caught' if by else 'SURVIVES'} {row['seconds']:4} s {each.name} [{by}]", flush=True)
+            file.write(json.dumps(results[mutation.name]) + "\n")
+
+    for number, each in enumerate(mutations, 1):
+        if each.name in results:
+            continue
+        began = time.monotonic()
+        with mutated(tree, [each]):
+            by = run_tests(tree, nearest(each.path, each.function)[:LAW_FILES], options.workers, options.limit_s)
+        keep(each, by, False, time.monotonic() - began)
+        print(
+            f"{number:3} {'caught' if by else 'survives'} {time.monotonic() - began:4.0f} s {each.name} {by[:1]}",
+            flush=True,
+        )
+    survivors = [each for each in mutations if not results[each.name]["by"] and not results[each.name]["all"]]
+    if survivors and not options.laws_only:
+        baseline = set(run_tests(tree, all_files(), options.workers, options.limit_all_s, stops=False))
+        print(f"without any, {len(baseline)} tests fail", flush=True)
+        found = run_together(tree, survivors, options.workers, options.limit_all_s, baseline)
+        for each in survivors:
+            keep(each, [found[each.name]] if each.name in found else [], True, 0)
     rows = [results[each.name] for each in mutations]
     caught = sum(bool(row["by"]) for row in rows)
     print(f"{caught} of {len(rows)} are caught, {sum(not row['all'] for row in rows if row['by'])} by the law's files")
