@@ -290,43 +290,43 @@ def run_tests(tree: Path, tests: list[str], workers: int, limit_s: int, stops: b
 
 
 def run_together(
-    tree: Path, survivors: list[Mutation], workers: int, limit_s: int, baseline: set[str]
-) -> dict[str, str]:
-    """Run all of ``make test`` with several mutations at once, and each alone against the tests that fail then.
+    tree: Path, survivors: list[Mutation], workers: int, limit_s: int
+) -> Iterator[tuple[Mutation, list[str]]]:
+    """Run all of ``make test`` with several mutations at once, and each alone against the tests that fail then, and
+    that do not without any.
 
-    Args:
-        baseline: the tests that fail without any.
-
-    Returns:
-        Name of a mutation -> a test that catches it; those that none does are missing.
+    Yields:
+        A mutation, and the test that catches it; none if none does.
     """
-    found: dict[str, str] = {}
     left = survivors
     while left:
         with mutated(tree, left):
             failed = run_tests(tree, all_files(), workers, limit_s, stops=False)
-        suspects = [each for each in failed if each not in baseline]
-        print(f"{len(left)} together: {len(suspects)} tests fail", flush=True)
-        if not suspects:
-            break
-        if not any("::" in each or each.endswith(".py") for each in suspects):  # out of time, or no test could run
+        suspects = [each for each in failed if each.startswith("tests")]
+        if failed and not suspects:  # out of time, or no test could run
             if len(left) == 1:
-                return found | {left[0].name: suspects[0]}
-            halves = left[: len(left) // 2], left[len(left) // 2 :]
-            return found | {
-                name: by for half in halves for name, by in run_together(tree, half, workers, limit_s, baseline).items()
-            }
-        before = len(left)
+                yield left[0], failed
+                return
+            for half in (left[: len(left) // 2], left[len(left) // 2 :]):
+                yield from run_together(tree, half, workers, limit_s)
+            return
+        flaky = run_tests(tree, suspects, workers, limit_s, stops=False) if suspects else []
+        suspects = [each for each in suspects if each not in flaky]
+        print(f"{len(left)} together: {len(suspects)} tests fail; without any mutation: {flaky}", flush=True)
+        missed = []
         for each in left:
+            place = {file: number for number, file in enumerate(nearest(each.path, each.function))}
+            ordered = sorted(suspects, key=lambda test: place.get(test.partition("::")[0], 0))
             with mutated(tree, [each]):
-                by = run_tests(tree, [test for test in suspects if test.startswith("tests")], workers, limit_s)
-            print(f"{'caught' if by else 'alone none fails:'} {each.name} {by[:1]}", flush=True)
+                by = run_tests(tree, ordered, workers, limit_s) if ordered else []
             if by:
-                found[each.name] = by[0]
-        left = [each for each in left if each.name not in found]
-        if len(left) == before:
-            break
-    return found
+                yield each, by
+            else:
+                missed.append(each)
+        if len(missed) == len(left):
+            yield from ((each, []) for each in missed)
+            return
+        left = missed
 
 
 @contextlib.contextmanager
@@ -404,11 +404,9 @@ def main() -> int:
         )
     survivors = [each for each in mutations if not results[each.name]["by"] and not results[each.name]["all"]]
     if survivors and not options.laws_only:
-        baseline = set(run_tests(tree, all_files(), options.workers, options.limit_all_s, stops=False))
-        print(f"without any, {len(baseline)} tests fail", flush=True)
-        found = run_together(tree, survivors, options.workers, options.limit_all_s, baseline)
-        for each in survivors:
-            keep(each, [found[each.name]] if each.name in found else [], True, 0)
+        for each, by in run_together(tree, survivors, options.workers, options.limit_all_s):
+            keep(each, by, True, 0)
+            print(f"{'caught' if by else 'SURVIVES'} {each.name} {by[:1]}", flush=True)
     rows = [results[each.name] for each in mutations]
     caught = sum(bool(row["by"]) for row in rows)
     print(f"{caught} of {len(rows)} are caught, {sum(not row['all'] for row in rows if row['by'])} by the law's files")
