@@ -348,9 +348,10 @@ def mutated(tree: Path, mutations: list[Mutation]) -> Iterator[None]:
 
 
 def all_files() -> list[str]:
-    """Return the test files of ``make test``."""
-    files = (file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts)
-    return sorted(str(each.relative_to(ROOT)) for each in files)
+    """Return the test files of ``make test``, but not this tool's own: that fails wherever known mutations' code is
+    another."""
+    files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
+    return [each for each in files if not each.startswith(("tests/benchmarks/", "tests/test_mutations.py"))]
 
 
 def main() -> int:
