@@ -5,9 +5,9 @@ python tools/mutations.py --seed 2026-11-29 --count 100
 
 Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the test files
 that import its module, closest first, and what survives those against all of ``make test``: the survivors together,
-once, and each alone against the tests that failed then, until none fails. Results are kept in
-``.mutations/SEED.jsonl``; a second run goes on where the first stopped. Mutations that change no result are listed
-with the reason in ``tools/mutations_equivalent.toml`` and drawn anew. ``--known`` takes those of
+once, and each alone against the tests that failed then, until none fails. ``tools/mutations_results.csv`` keeps what a
+seed has drawn and who caught it; a second run goes on where the first stopped, also in later code. Mutations that
+change no result are listed with the reason in ``tools/mutations_equivalent.toml``. ``--known`` takes those of
 ``tools/mutations_known.toml``, which tests have missed once.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import csv
 import functools
 import json
 import os
@@ -29,7 +30,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,8 @@ LEFT_OUT = {"clamp", "clone", "detach", "contiguous", "abs", "copy", "to"}
 WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)
 LOGS = re.compile(r"(?i)\b_?log(ger)?\b")
 LAW_FILES = 2
+RESULTS = Path(__file__).with_name("mutations_results.csv")
+COLUMNS = ("seed", "mutation", "kind", "by", "against")
 
 
 @dataclass(frozen=True)
@@ -169,19 +172,78 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
 
 def drawn(seed: str, count: int) -> list[Mutation]:
     """Return so many mutations: the file by its number of places, then a kind that it has, then a place."""
-    listed = {each["mutation"] for each in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])}
-    files = sorted((ROOT / "ds_fsmoe").rglob("*.py"))
-    by_file = [mutations_of(str(file.relative_to(ROOT)), file.read_text()) for file in files]
-    by_file = [found for found in by_file if found]
+    listed = equivalent()
+    by_file = [found for file in sorted((ROOT / "ds_fsmoe").rglob("*.py")) if (found := mutations_in(file))]
     draw = random.Random(seed)
     chosen: dict[str, Mutation] = {}
     while len(chosen) < count:
-        of_file = draw.choices(by_file, [len(each) for each in by_file])[0]
-        kind = draw.choice(sorted({each.kind for each in of_file}))
-        mutation = draw.choice([each for each in of_file if each.kind == kind])
+        places = draw.choices(by_file, [len(each) for each in by_file])[0]
+        kind = draw.choice(sorted({each.kind for each in places}))
+        mutation = draw.choice([each for each in places if each.kind == kind])
         if mutation.name not in listed:
             chosen.setdefault(mutation.name, mutation)
     return list(chosen.values())
+
+
+class Results:
+    """Keeps in a file who caught the mutations of a seed.
+
+    Args:
+        seed: the seed, or "known".
+        mutations: those of the seed, as they are in the code of today.
+    """
+
+    def __init__(self, seed: str, mutations: list[Mutation]) -> None:
+        self.seed, self.mutations = seed, mutations
+        self._others = [row for row in rows_kept() if row["seed"] != seed]
+        before = {row["mutation"]: row for row in rows_kept() if row["seed"] == seed}
+        new = {"seed": seed, "by": "", "against": ""}
+        self._rows = {
+            each.name: before.get(each.name, {**new, "mutation": each.name, "kind": each.kind}) for each in mutations
+        }
+
+    def by(self, mutation: Mutation) -> str:
+        """Return the test that caught it, if one did."""
+        return self._rows[mutation.name]["by"]
+
+    def against(self, mutation: Mutation) -> str:
+        """Return what it was run against: "law", "all", or nothing yet."""
+        return self._rows[mutation.name]["against"]
+
+    def keep(self, mutation: Mutation, by: list[str], against: str) -> None:
+        """Keep a result."""
+        self._rows[mutation.name] |= {"by": by[0][:200] if by else "", "against": against}
+        with RESULTS.open("w", newline="") as file:
+            rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            rows.writeheader()
+            rows.writerows([*self._others, *self._rows.values()])
+
+
+def rows_kept() -> list[dict[str, str]]:
+    """Return the rows of the file of results."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def drawn_before(seed: str) -> list[Mutation]:
+    """Return the mutations that a seed has drawn, as they are in the code of today; those whose code is gone are
+    missing, and those that are equivalent."""
+    names = [row["mutation"] for row in rows_kept() if row["seed"] == seed]
+    paths = {name.partition(" ")[0] for name in names}
+    found = {each.name: each for path in sorted(paths) if (ROOT / path).exists() for each in mutations_in(ROOT / path)}
+    return [found[name] for name in names if name in found and name not in equivalent()]
+
+
+def mutations_in(file: Path) -> list[Mutation]:
+    """Return every mutation of a file of the package."""
+    return mutations_of(str(file.relative_to(ROOT)), file.read_text())
+
+
+def equivalent() -> set[str]:
+    """Return the names of mutations that change no result."""
+    return {each["mutation"] for each in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])}
 
 
 def known() -> list[Mutation]:
@@ -369,50 +431,37 @@ def main() -> int:
     parser.add_argument("--limit-s", type=int, default=900, help="for each run of the law's files")
     parser.add_argument("--limit-all-s", type=int, default=3600, help="for each run of all tests")
     options = parser.parse_args()
-    mutations = known() if options.known else drawn(options.seed, options.count)
-    mutations = [each for each in mutations if options.only in each.path]
+    seed = "known" if options.known else options.seed
+    results = Results(seed, known() if options.known else drawn_before(seed) or drawn(seed, options.count))
+    mutations = [each for each in results.mutations if options.only in each.path]
     if options.list:
         for each in mutations:
             print(f"{each.path}:{each.start[0]} {each.kind}: {each.before!r} -> {each.after!r}")
         return 0
-    kept = ROOT / ".mutations" / f"{'known' if options.known else options.seed}.jsonl"
-    kept.parent.mkdir(exist_ok=True)
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    results = {row["name"]: row for row in rows}
-    tree = kept.parent / "tree"
+    tree = ROOT / ".mutations" / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for file in filter(None, files.split("\0")):
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, tree / file)
-
-    def keep(mutation: Mutation, by: list[str], everything: bool, seconds: float) -> None:
-        row = {"name": mutation.name, "by": by[0][:200] if by else None, "all": everything, "seconds": round(seconds)}
-        results[mutation.name] = row | asdict(mutation)
-        with kept.open("a") as file:
-            file.write(json.dumps(results[mutation.name]) + "\n")
-
     for number, each in enumerate(mutations, 1):
-        if each.name in results:
+        if results.against(each):
             continue
         began = time.monotonic()
         with mutated(tree, [each]):
             by = run_tests(tree, nearest(each.path, each.function)[:LAW_FILES], options.workers, options.limit_s)
-        keep(each, by, False, time.monotonic() - began)
-        print(
-            f"{number:3} {'caught' if by else 'survives'} {time.monotonic() - began:4.0f} s {each.name} {by[:1]}",
-            flush=True,
-        )
-    survivors = [each for each in mutations if not results[each.name]["by"] and not results[each.name]["all"]]
+        results.keep(each, by, "law")
+        print(f"{number:3} {time.monotonic() - began:4.0f} s {each.name} {by[:1] or 'survives'}", flush=True)
+    survivors = [each for each in mutations if not results.by(each) and results.against(each) == "law"]
     if survivors and not options.laws_only:
         for each, by in run_together(tree, survivors, options.workers, options.limit_all_s):
-            keep(each, by, True, 0)
-            print(f"{'caught' if by else 'SURVIVES'} {each.name} {by[:1]}", flush=True)
-    rows = [results[each.name] for each in mutations]
-    caught = sum(bool(row["by"]) for row in rows)
-    print(f"{caught} of {len(rows)} are caught, {sum(not row['all'] for row in rows if row['by'])} by the law's files")
-    print(Counter(row["kind"] for row in rows if not row["by"]) or "none survives")
-    return int(caught < 0.95 * len(rows))
+            results.keep(each, by, "all")
+            print(f"{each.name} {by[:1] or 'SURVIVES'}", flush=True)
+    left = [each for each in mutations if not results.by(each)]
+    by_law = sum(results.against(each) == "law" for each in mutations if results.by(each))
+    print(f"{len(mutations) - len(left)} of {len(mutations)} are caught, {by_law} by the law's files")
+    print(Counter(each.kind for each in left) or "none survives")
+    return int(len(left) > 0.05 * len(mutations))
 
 
 if __name__ == "__main__":
