@@ -13,12 +13,12 @@ from ds_fsmoe import cli
 from ds_fsmoe.offline.models.architecture import step_flops
 from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.offline.models.zero import Zero, sharing_costs
 from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.decide.step_time import stage_times
+from ds_fsmoe.planning.decide.zero import Zero, sharing_costs
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD_PARTS,

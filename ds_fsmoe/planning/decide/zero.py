@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds ZeRO's collectives to the layers and plans of a step, for each stage as in DeepSpeed 0.19.8 and as in ours.
-The pipeline and report of ``ds_fsmoe plan`` call it.
+``ds_fsmoe plan`` and the choice of ``ep_size`` call it.
 
 - Stage 0: gradients of all ranks are reduced once a step, by an all-reduce. DeepSpeed does so after the backward; ours
   sends them in windows of the last backward.
