@@ -477,8 +477,8 @@ def kind_costs(
     """Return the cost of each kind of task in these groups on this cluster.
 
     A group that spans nodes, with several ranks in a node, is charged for its inter-node traffic. An all-to-all is
-    charged for all that is sent to other nodes. The ring of another collective uses each node's link once, for all of
-    the group's ranks there.
+    charged for all that is sent to other nodes. Another collective goes in a ring of all ranks, or in two levels, as is
+    faster.
 
     Args:
         cluster, groups, alltoall: the cluster, the groups and the kind of all-to-all.
@@ -590,6 +590,20 @@ def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, pee
     lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
     if at.lanes == (Lane.INTRA,):
         return cluster.operation(f"intra.{collective}", lies).among(at.size)
-    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes, peers)
-    share = 1 if collective == "all_to_all" else at.per_node
-    return LinearCost(cost.alpha_ms, cost.beta_ms / share)
+    between = cluster.operation(f"inter.{collective}", lies)
+    if collective == "all_to_all":
+        return between.among(at.nodes, peers)
+    # A ring of all N ranks takes (N-1)/N of a buffer over each node's link; two levels take (n-1)/n for n nodes, and
+    # more inside the nodes. The faster way for long messages is taken, as backends and our reduction do.
+    ring, levels = between.among(at.size, at.nodes), between.among(at.nodes)
+    ways = [LinearCost(ring.alpha_ms, ring.beta_ms / at.per_node)]
+    inside = [f"intra.{name}" for name in _INSIDE.get(collective, (collective,))]
+    if at.per_node > 1 and cluster.operations.keys() >= {*inside}:
+        parts = [cluster.operations[name].among(at.per_node) for name in inside]
+        slope_ms = levels.beta_ms / at.per_node + sum(each.beta_ms for each in parts)
+        ways.append(LinearCost(levels.alpha_ms + sum(each.alpha_ms for each in parts), slope_ms))
+    return min(ways, key=lambda each: each.beta_ms)
+
+
+_INSIDE = {"all_reduce": ("reduce_scatter", "all_gather")}
+"""A collective -> those inside each node, where it goes in two levels; others are themselves inside it."""
