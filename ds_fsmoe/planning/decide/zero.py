@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cluster import Cluster, cost_among
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
-from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work, cost_among
+from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work
 
 PREFETCH = 50_000_000
 """``zero_optimization.stage3_prefetch_bucket_size``, in elements: a message is about as large."""
