@@ -105,12 +105,12 @@ def shape_of(settings: Mapping) -> Shape:
 
 
 def job_of(case: str) -> ExpertJob:
-    """Return a whole model as a job of the bed, at the ZeRO stage that stock is fastest at."""
+    """Return a whole model as a job of the bed, with the settings of DeepSpeed that stock is fastest with."""
     settings, cluster = _settings(case), bed_of(case)
     shape, layers = shape_of(settings), settings["layers"]
     dense = layers * (shape.attention_weights + shape.M * shape.E) + 2 * settings["vocabulary"] * shape.M
     swept = [row for row in rows("whole_sweep.csv") if row["case"] == case and row["variant"] == STOCK]
-    stage = min(swept, key=lambda row: float(row["ms"]))["stage"]
+    fastest = min(swept, key=lambda row: float(row["ms"]))
     # At ZeRO 3 what is not told apart has the waits for parameters in it.
     alike = [each for each in _cases() if {**_settings(each), "stages": 0} == {**settings, "stages": 0}]
     rest_ms = sum(min(_operation_ms(each, name) for each in alike) for name in _FIXED)
@@ -119,7 +119,8 @@ def job_of(case: str) -> ExpertJob:
         cluster.num_nodes * cluster.gpus_per_node,
         cluster.gpus_per_node,
         round(dense),
-        zero=int(stage),
+        zero=int(fastest["stage"]),
+        overlap_comm=fastest["overlap"] == "True",
         micro_batches=settings["micro_batches"],
         rest_ms=rest_ms,
     )

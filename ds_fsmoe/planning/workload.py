@@ -170,6 +170,8 @@ class Sharing:
     """The reduce-scatters of its gradients, when its backward is through."""
     is_ahead: bool = True
     """Whether gathers begin with the layer that runs before; otherwise when that one is through."""
+    is_waited_for: bool = False
+    """Whether the next layer's backward begins when the gradients are sent; otherwise both are concurrent."""
     in_all: bool = True
     """Whether this happens in every micro-batch; otherwise once a step."""
 

@@ -123,6 +123,21 @@ def test_nothing_is_faster_than_best_or_than_the_bound_at_any_stage(stage: int) 
     assert set(steps_ms) == set(NAMES)
 
 
+def test_without_overlap_comm_nothing_is_computed_while_parameters_or_gradients_are_sent() -> None:
+    found = planned(3, overlap_comm=False, max_reuse=0)
+    sent = PARAMETERS, EXPERT_PARAMETERS, GRAD_PARTS, EXPERT_GRAD_PARTS
+    times = found.plans["deepspeed"].timelines(found.planner.costs)
+    for timeline in times:
+        computed = [each for each in timeline.spans if each.task.lane is Lane.COMPUTE and each.end_ms > each.start_ms]
+        for span in (each for each in timeline.spans if each.task.kind in sent):
+            # What a layer's experts need is waited for by these alone.
+            beside = [e for e in computed if e.start_ms < span.end_ms - 1e-9 and span.start_ms < e.end_ms - 1e-9]
+            assert span.task.kind == EXPERT_PARAMETERS or not beside
+            assert {e.task.layer for e in beside} <= {span.task.layer}
+    with_overlap = planned(3, max_reuse=0).plans["deepspeed"].timelines(found.planner.costs)
+    assert sum(each.makespan_ms for each in with_overlap) < sum(each.makespan_ms for each in times)
+
+
 def test_gathers_between_nodes_share_a_nodes_links_as_gradients_do() -> None:
     costs = sharing_costs(CLUSTER, GROUPS)
     between = CLUSTER.operation("inter.all_gather", "").among(2)

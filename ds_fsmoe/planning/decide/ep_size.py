@@ -53,6 +53,8 @@ class ExpertJob:
     """The ZeRO stage; with ``"accumulate": "before_sum"`` stage 2 sends what stage 1 does."""
     micro_batches: int = 1
     """The micro-batches of a step."""
+    overlap_comm: bool = True
+    """DeepSpeed's, at ZeRO 3."""
     rest_ms: float = 0.0
     """The ms of a step that no size changes and no shape tells: the optimizer, the head, the loss."""
 
@@ -203,5 +205,5 @@ def step_ms(job: ExpertJob, cluster: Cluster, groups: Groups, alltoall: AllToAll
         ValueError: the cluster lacks a number, or the schedule is unknown.
     """
     settings = Settings(cluster.contention, num_micro_batches=job.micro_batches)
-    planner, zero = Planner({}, settings), Zero(job.zero, job.shapes[0].dtype_bytes)
+    planner, zero = Planner({}, settings), Zero(job.zero, job.shapes[0].dtype_bytes, overlap_comm=job.overlap_comm)
     return job.rest_ms + planner.batch_ms(zero.plan(planner, schedule, job.layers(groups, alltoall, cluster)))
