@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ds_fsmoe.offline.models.architecture import Architecture
 from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.offline.models.model_layers import model_layers
-from ds_fsmoe.offline.models.zero import Zero
+from ds_fsmoe.planning.decide.zero import Zero
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
 from tests.memory_cases import config_of

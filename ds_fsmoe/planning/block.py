@@ -356,7 +356,7 @@ def model_schedule(
         if phase == "backward" and layer.recompute:
             last = add_block(draft, layer.forward, forward_plans[index], index, last, GradientDependencies(), experts)
         last = add_block(draft, getattr(layer, phase), plan, index, last, passed, experts)
-        shared.is_through(index, last)
+        last = shared.is_through(index, last)
     for index, each in enumerate(tail):
         draft.add(each.kind, *each.lanes, chunk=index, size=each.size_bytes, after=last, layer=len(layers))
     return draft.finish()
@@ -364,7 +364,7 @@ def model_schedule(
 
 class _Shared:
     """Appends what ZeRO sends for layers to a schedule. Gathers are prefetched as in DeepSpeed; reduce-scatters are
-    concurrent with what runs next.
+    concurrent with what runs next, unless that waits for them.
     """
 
     def __init__(self, draft: Draft, layers: Sequence[Layer], phase: Literal["forward", "backward"]) -> None:
@@ -387,12 +387,19 @@ class _Shared:
         self._scatter()
         return self._gathers[index]
 
-    def is_through(self, index: int, last: tuple[int, ...]) -> None:
-        """Mark a layer's backward as finished by these tasks, so that its gradients can be sent."""
+    def is_through(self, index: int, last: tuple[int, ...]) -> tuple[int, ...]:
+        """Mark a layer's backward as finished by these tasks, so that its gradients can be sent.
+
+        Returns:
+            The tasks that the next layer begins after.
+        """
         if self._phase == "backward":
             self._left.append((index, last))
+        if self._of[index].is_waited_for:
+            return (*last, *self._scatter())
         if index == len(self._of) - 1:
             self._scatter()
+        return last
 
     def _gather(self, index: int, last: tuple[int, ...]) -> None:
         if index in self._gathers:
@@ -405,8 +412,9 @@ class _Shared:
         )
         self._gathers[index] = dense, experts
 
-    def _scatter(self) -> None:
-        for index, last in self._left:
-            for each in self._of[index].gradients:
-                add_work(self._draft, each, index, last)
+    def _scatter(self) -> list[int]:
+        sent = [
+            add_work(self._draft, each, index, last) for index, last in self._left for each in self._of[index].gradients
+        ]
         self._left = []
+        return sent

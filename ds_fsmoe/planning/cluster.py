@@ -17,6 +17,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.groups import Placement
+from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.untrusted import read_json, suggested
 
@@ -99,6 +101,40 @@ class Cluster:
                 f"{', '.join(self.operations) or 'none'}"
             )
         return self.operations[name]
+
+
+_INSIDE = {"all_reduce": ("reduce_scatter", "all_gather")}
+"""A collective -> those inside each node, where it goes in two levels; others are themselves inside it."""
+
+
+def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
+    """Return the cost of a collective among the ranks of a group, given by its name in :class:`Groups`.
+
+    Args:
+        cluster: the cluster.
+        group, at: the group, and its placement.
+        collective: the operation.
+        peers: the number of messages that a rank starts; ``None``: one for each node.
+
+    Raises:
+        ValueError: the cluster has no number for the collective.
+    """
+    lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
+    if at.lanes == (Lane.INTRA,):
+        return cluster.operation(f"intra.{collective}", lies).among(at.size)
+    between = cluster.operation(f"inter.{collective}", lies)
+    if collective == "all_to_all":
+        return between.among(at.nodes, peers)
+    # A ring of all N ranks takes (N-1)/N of a buffer over each node's link; two levels take (n-1)/n for n nodes, and
+    # more inside the nodes. The faster way for long messages is taken, as backends and our reduction do.
+    ring, levels = between.among(at.size, at.nodes), between.among(at.nodes)
+    ways = [LinearCost(ring.alpha_ms, ring.beta_ms / at.per_node)]
+    inside = [f"intra.{name}" for name in _INSIDE.get(collective, (collective,))]
+    if at.per_node > 1 and cluster.operations.keys() >= {*inside}:
+        parts = [cluster.operations[name].among(at.per_node) for name in inside]
+        slope_ms = levels.beta_ms / at.per_node + sum(each.beta_ms for each in parts)
+        ways.append(LinearCost(levels.alpha_ms + sum(each.alpha_ms for each in parts), slope_ms))
+    return min(ways, key=lambda each: each.beta_ms)
 
 
 def names() -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from typing import Literal
 
-from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cluster import Cluster, cost_among
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost
 from ds_fsmoe.planning.groups import Fanout, Groups, Placement, can_deduplicate, expected_fanout
 from ds_fsmoe.planning.schedule import (
@@ -170,6 +170,8 @@ class Sharing:
     """The reduce-scatters of its gradients, when its backward is through."""
     is_ahead: bool = True
     """Whether gathers begin with the layer that runs before; otherwise when that one is through."""
+    is_waited_for: bool = False
+    """Whether the next layer's backward begins when the gradients are sent; otherwise both are concurrent."""
     in_all: bool = True
     """Whether this happens in every micro-batch; otherwise once a step."""
 
@@ -477,8 +479,8 @@ def kind_costs(
     """Return the cost of each kind of task in these groups on this cluster.
 
     A group that spans nodes, with several ranks in a node, is charged for its inter-node traffic. An all-to-all is
-    charged for all that is sent to other nodes. The ring of another collective uses each node's link once, for all of
-    the group's ranks there.
+    charged for all that is sent to other nodes. Another collective goes in a ring of all ranks, or in two levels, as is
+    faster.
 
     Args:
         cluster, groups, alltoall: the cluster, the groups and the kind of all-to-all.
@@ -573,23 +575,3 @@ def experts_cost(cluster: Cluster, shape: Shape, gemms: int, groups: Groups) -> 
 def activation_bytes(rows: float, hidden: int, gemms: int, dtype_bytes: int) -> float:
     """Return a third of the bytes of the activations of a dense feed-forward, forward and backward."""
     return rows * hidden * dtype_bytes * _ACTIVATION_PASSES[gemms] / _PHASES
-
-
-def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
-    """Return the cost of a collective among the ranks of a group, given by its name in :class:`Groups`.
-
-    Args:
-        cluster: the cluster.
-        group, at: the group, and its placement.
-        collective: the operation.
-        peers: the number of messages that a rank starts; ``None``: one for each node.
-
-    Raises:
-        ValueError: the cluster has no number for the collective.
-    """
-    lies = f"the {group.upper()} group ({at.size} ranks, at most {at.per_node} in a node)"
-    if at.lanes == (Lane.INTRA,):
-        return cluster.operation(f"intra.{collective}", lies).among(at.size)
-    cost = cluster.operation(f"inter.{collective}", lies).among(at.nodes, peers)
-    share = 1 if collective == "all_to_all" else at.per_node
-    return LinearCost(cost.alpha_ms, cost.beta_ms / share)

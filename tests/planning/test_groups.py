@@ -98,9 +98,20 @@ def test_costs_follow_the_size_of_the_group_by_what_goes_over_the_wire() -> None
     assert costs[A2A_IN] == costs[A2A_OUT] == costs[GATHER], "EP strides over ESP: one node"
     # The experts' replicas: one on each of 2 nodes, 1/2 instead of 3/4.
     assert numbers(costs[EXPERT_GRAD]) == pytest.approx((5.0, 8 * 2 / 3))
-    # DP: 4 ranks, 2 on each of 2 nodes: a ring crosses the link once for both.
-    assert numbers(costs[GRAD]) == pytest.approx((5.0, 8 * 2 / 3 / 2))
+    # DP: 4 ranks, 2 on each of 2 nodes: a ring of 4 crosses the link once for both ranks of a node.
+    assert numbers(costs[GRAD]) == pytest.approx((5.0, 8 / 2))
     assert costs[EXPERT] == LinearCost(0.1, 0.1)
+
+
+@pytest.mark.parametrize("inside", [0.01, 100.0])
+def test_a_sum_over_nodes_goes_in_two_levels_where_links_inside_nodes_are_fast(inside: float) -> None:
+    given = {f"intra.{each}": Operation(LinearCost(1.0, inside), 4) for each in _COLLECTIVES}
+    costs = kind_costs(cluster_of(**given), Groups(8, 4, mp=2, esp=2, ep=2))
+    # Between 2 nodes half of a buffer goes over the link in place of 3/4; inside each it is scattered and gathered.
+    two_levels = 7.0, 8 * 2 / 3 / 2 + 2 * inside * 2 / 3
+    assert numbers(costs[GRAD]) == pytest.approx(two_levels if inside < 1 else (5.0, 8 / 2))
+    without = Cluster("mine", 4, 4, {k: v for k, v in cluster_of().operations.items() if k != "intra.reduce_scatter"})
+    assert numbers(kind_costs(without, Groups(8, 4, ep=4))[GRAD]) == pytest.approx((5.0, 8 * 7 / 6 / 4))
 
 
 def test_an_all_to_all_over_nodes_is_charged_what_leaves_the_node() -> None:

@@ -281,7 +281,8 @@ def test_without_stages_a_batch_is_micro_batches_one_after_the_other() -> None:
     assert "\none batch of 3 micro-batches (--micro-batches 3), without the optimizer\n" in said
     for preset in found["batch"]["presets"].values():
         (stage,) = preset["stages"]
-        assert stage["bubble_share"] == stage["sends_ms"] == 0
+        assert stage["sends_ms"] == 0
+        assert stage["bubble_share"] == pytest.approx(0, abs=1e-12)
         times_ms = 3 * stage["forward_ms"] + 2 * stage["backward_ms"] + stage["last_backward_ms"]
         assert preset["batch_ms"] == pytest.approx(times_ms + stage["gradients_ms"])
 

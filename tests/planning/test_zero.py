@@ -13,12 +13,12 @@ from ds_fsmoe import cli
 from ds_fsmoe.offline.models.architecture import step_flops
 from ds_fsmoe.offline.models.known import PlannedModel, load_model
 from ds_fsmoe.offline.models.model_layers import commonest_moe, model_layers, moe_shape
-from ds_fsmoe.offline.models.zero import Zero, sharing_costs
 from ds_fsmoe.offline.plan.report import PlannedJob, Report, report
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.decide.step_time import stage_times
+from ds_fsmoe.planning.decide.zero import Zero, sharing_costs
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import (
     EXPERT_GRAD_PARTS,
@@ -123,11 +123,29 @@ def test_nothing_is_faster_than_best_or_than_the_bound_at_any_stage(stage: int) 
     assert set(steps_ms) == set(NAMES)
 
 
+def test_without_overlap_comm_nothing_is_computed_while_parameters_or_gradients_are_sent() -> None:
+    found = planned(3, overlap_comm=False, max_reuse=0)
+    sent = PARAMETERS, EXPERT_PARAMETERS, GRAD_PARTS, EXPERT_GRAD_PARTS
+    times = found.plans["deepspeed"].timelines(found.planner.costs)
+    for timeline in times:
+        computed = [each for each in timeline.spans if each.task.lane is Lane.COMPUTE and each.end_ms > each.start_ms]
+        for span in (each for each in timeline.spans if each.task.kind in sent):
+            # What a layer's experts need is waited for by these alone.
+            beside = [e for e in computed if e.start_ms < span.end_ms - 1e-9 and span.start_ms < e.end_ms - 1e-9]
+            assert span.task.kind == EXPERT_PARAMETERS or not beside
+            assert {e.task.layer for e in beside} <= {span.task.layer}
+    with_overlap = planned(3, max_reuse=0).plans["deepspeed"].timelines(found.planner.costs)
+    assert sum(each.makespan_ms for each in with_overlap) < sum(each.makespan_ms for each in times)
+
+
 def test_gathers_between_nodes_share_a_nodes_links_as_gradients_do() -> None:
     costs = sharing_costs(CLUSTER, GROUPS)
     between = CLUSTER.operation("inter.all_gather", "").among(2)
     assert costs[EXPERT_PARAMETERS].beta_ms == pytest.approx(between.beta_ms)
-    assert costs[PARAMETERS].beta_ms == pytest.approx(between.beta_ms / 8)
+    # Gathers of all ranks go between nodes first, a part of a node's buffer in each rank, and then inside it.
+    inside = CLUSTER.operation("intra.all_gather", "").among(8)
+    in_levels, in_a_ring = between.beta_ms / 8 + inside.beta_ms, between.beta_ms / 8 * (15 / 16) / (1 / 2)
+    assert costs[PARAMETERS].beta_ms == pytest.approx(min(in_levels, in_a_ring))
 
 
 def test_model_flops_are_six_for_a_parameter_and_twelve_for_a_pair_of_positions() -> None:

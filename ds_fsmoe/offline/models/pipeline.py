@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from ds_fsmoe.offline.models.architecture import Architecture
 from ds_fsmoe.offline.models.model_layers import DenseStage, ModelStage, dense_stage, model_layers
-from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, gathers_of
 from ds_fsmoe.planning.block import add_work
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.cost import LinearCost
@@ -26,6 +25,7 @@ from ds_fsmoe.planning.decide.plan import Planner, mode_of
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StagePlan, StageTimes, stage_times
+from ds_fsmoe.planning.decide.zero import NO_ZERO, Zero, gathers_of
 from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.schedule import Draft, Lane
 from ds_fsmoe.planning.timeline import simulate

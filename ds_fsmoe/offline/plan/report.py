@@ -13,7 +13,6 @@ from typing import Any
 from ds_fsmoe.offline.models.architecture import describe_model
 from ds_fsmoe.offline.models.known import PlannedModel
 from ds_fsmoe.offline.models.model_layers import ModelStage, busiest_stage, model_layers
-from ds_fsmoe.offline.models.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms, step_bounds_ms
@@ -21,6 +20,7 @@ from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, mode_of
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST, NAMES, preset
+from ds_fsmoe.planning.decide.zero import NO_ZERO, Zero, sharing_costs
 from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.planning.workload import AllToAll, BlockWork, Layer, kind_costs, layer_work

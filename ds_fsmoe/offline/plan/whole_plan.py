@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from ds_fsmoe.files.whole_files import check_folders
-from ds_fsmoe.offline.models.zero import Zero
 from ds_fsmoe.offline.plan.alternatives import exchange_of, print_exchanges, print_two_batch
 from ds_fsmoe.offline.plan.baselines import (
     Baselines,
@@ -32,6 +31,7 @@ from ds_fsmoe.offline.plan.stages import batch_of, is_batch, print_batch
 from ds_fsmoe.planning.cluster import Cluster, load_cluster
 from ds_fsmoe.planning.decide.gradients import SOLVERS
 from ds_fsmoe.planning.decide.plan import Settings
+from ds_fsmoe.planning.decide.zero import Zero
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.terminal.tables import print_table
 from ds_fsmoe.untrusted import suggested

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds ZeRO's collectives to the layers and plans of a step, for each stage as in DeepSpeed 0.19.8 and as in ours.
-The pipeline and report of ``ds_fsmoe plan`` call it.
+``ds_fsmoe plan`` and the choice of ``ep_size`` call it.
 
 - Stage 0: gradients of all ranks are reduced once a step, by an all-reduce. DeepSpeed does so after the backward; ours
   sends them in windows of the last backward.
@@ -10,7 +10,7 @@ The pipeline and report of ``ds_fsmoe plan`` call it.
   ``"accumulate": "before_sum"`` or a GPU has memory for all gradients, which is not predicted.
 - Stage 3: in every micro-batch, each layer's parameters are gathered for its forward and again for its backward. Its
   gradients are reduce-scattered, by DeepSpeed for both. Gathers run ahead, and reduce-scatters are concurrent with the
-  backward (``overlap_comm``, on by default at this stage). There are no windows.
+  backward (``overlap_comm``, on by default at this stage; without it both are waited for). There are no windows.
 
 A gather runs ahead by one layer. If the parameters of one layer fill ``stage3_max_live_parameters``, DeepSpeed does not
 prefetch concurrently: the gather begins after the layer. Parameters that the backward soon needs again
@@ -23,13 +23,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ds_fsmoe.planning.block import Slice
-from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cluster import Cluster, cost_among
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, EXPERT_GRAD_PARTS, EXPERT_PARAMETERS, GRAD_PARTS, PARAMETERS
-from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work, cost_among
+from ds_fsmoe.planning.workload import Gradient, Layer, Sharing, Work
 
 PREFETCH = 50_000_000
 """``zero_optimization.stage3_prefetch_bucket_size``, in elements: a message is about as large."""
@@ -51,6 +51,8 @@ class Zero:
     """``stage3_max_live_parameters``, in elements."""
     max_reuse: int = 1_000_000_000
     """``stage3_max_reuse_distance``, in elements."""
+    overlap_comm: bool = True
+    """``overlap_comm``, at stage 3."""
 
     def has_windows_of(self, name: str) -> bool:
         """Return True if a system by name sends gradients before the backward ends."""
@@ -99,9 +101,9 @@ class Zero:
             # From a module's forward to its backward DeepSpeed counts all that runs between them.
             stays = 2 * behind + layer.numel < self.max_reuse
             before = layers[place - 1].numel if place else 0
-            is_ahead = max(before, layer.numel) < self.max_live
+            is_ahead = self.overlap_comm and max(before, layer.numel) < self.max_live
             scatters = tuple(_shared_work(each, EXPERT_GRAD_PARTS, GRAD_PARTS) for each in layer.gradients)
-            sharing = Sharing(gathers, () if stays else gathers, scatters, is_ahead)
+            sharing = Sharing(gathers, () if stays else gathers, scatters, is_ahead, not self.overlap_comm)
             found.append(replace(layer, gradients=(), sharing=sharing))
             behind += layer.numel
         return tuple(found[::-1])

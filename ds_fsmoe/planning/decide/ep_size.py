@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts a job that has not run yet with its experts over each possible number of ranks, and chooses the fastest
+that fits into memory. What it needs is known before a model is built: shapes, the ZeRO stage, the batch and the links.
+
+More ranks leave fewer gradients and parameters of experts to send, and each token more rows. Which of them takes longer
+depends on the tokens of a micro-batch, on the micro-batches and on the links. So every size is planned as training
+would run it, by the planner's own search: chunks, orders, windows of gradients, ZeRO's collectives and the all-to-all.
+:func:`~ds_fsmoe.planning.job.what_if.larger_ep_sizes` asks the same of a job that was recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ds_fsmoe.planning.cluster import Cluster
+from ds_fsmoe.planning.cost import LayerCosts
+from ds_fsmoe.planning.decide.plan import Planner, Settings
+from ds_fsmoe.planning.decide.presets import BEST
+from ds_fsmoe.planning.decide.zero import Zero, sharing_costs
+from ds_fsmoe.planning.groups import Groups, can_deduplicate
+from ds_fsmoe.planning.schedule import GRAD
+from ds_fsmoe.planning.workload import (
+    NODE_DEDUPLICATED,
+    AllToAll,
+    Gradient,
+    Layer,
+    Shape,
+    kind_costs,
+    layer_work,
+)
+
+
+@dataclass(frozen=True)
+class ExpertJob:
+    """Describes a job before it has run, as far as the number of ranks for its experts depends on it.
+
+    Raises:
+        ValueError: there is no layer, or a number is too small.
+    """
+
+    shapes: tuple[Shape, ...]
+    """Each layer with experts, in the order of the forward: its micro-batch of ``B`` samples of ``L`` positions is a
+    rank's."""
+    world: int
+    """The ranks of the job, or of one of its stages."""
+    ranks_per_node: int
+    num_dense: int
+    """The elements of all parameters outside the experts."""
+    esp: int = 1
+    """The ranks that share an expert's width."""
+    zero: int = 0
+    """The ZeRO stage; with ``"accumulate": "before_sum"`` stage 2 sends what stage 1 does."""
+    micro_batches: int = 1
+    """The micro-batches of a step."""
+    overlap_comm: bool = True
+    """DeepSpeed's, at ZeRO 3."""
+    rest_ms: float = 0.0
+    """The ms of a step that no size changes and no shape tells: the optimizer, the head, the loss."""
+
+    def __post_init__(self) -> None:
+        if not self.shapes:
+            raise ValueError("shapes: must have at least one layer with experts")
+        for name in ("world", "ranks_per_node", "esp", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        for name in ("num_dense", "rest_ms"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 0")
+        if self.world % self.esp:
+            raise ValueError(f"expert_tensor_parallel_size = {self.esp}: must divide the {self.world} ranks")
+
+    def layouts(self) -> list[Groups]:
+        """Return the groups of every size that divides the ranks and the experts of all layers, ascending."""
+        return [
+            Groups(self.world, self.ranks_per_node, esp=self.esp, ep=ep)
+            for ep in range(1, self.world // self.esp + 1)
+            if self.world % (ep * self.esp) == 0 and not any(shape.E % ep for shape in self.shapes)
+        ]
+
+    def layers(self, groups: Groups, alltoall: AllToAll, cluster: Cluster) -> tuple[Layer, ...]:
+        """Return the layers in these groups with their costs; equal layers are the same object.
+
+        Raises:
+            ValueError: the cluster lacks a number.
+        """
+        made: dict[Shape, Layer] = {}
+        for shape in dict.fromkeys(self.shapes):
+            layer = layer_work(shape, groups, alltoall, whole_slots=True)
+            # Experts of another width have another rate.
+            costs = {**kind_costs(cluster, groups, alltoall, shape), **sharing_costs(cluster, groups)}
+            made[shape] = replace(self._with_dense(layer, shape), costs=LayerCosts.written(costs, cluster.host_ms))
+        return tuple(made[shape] for shape in self.shapes)
+
+    def _with_dense(self, layer: Layer, shape: Shape) -> Layer:
+        """Return a layer that has its part of all parameters outside the experts, as gradients and as elements."""
+        share_bytes = round(self.num_dense / len(self.shapes)) * shape.dtype_bytes
+
+        def of_job(each: Gradient) -> Gradient:
+            if each.kind != GRAD:
+                return each
+            # Embedding, head and layers without experts are one more tensor, and exist last.
+            more_bytes = share_bytes - sum(each.tensors_bytes)
+            tensors = (*each.tensors_bytes, more_bytes) if more_bytes >= 0 else (share_bytes,)
+            return replace(each, size_bytes=share_bytes, tensors_bytes=tensors)
+
+        gradients = tuple(of_job(each) for each in layer.gradients)
+        before, after = (sum(each.size_bytes for each in of) for of in (layer.gradients, gradients))
+        return replace(layer, gradients=gradients, numel=layer.numel + (after - before) // shape.dtype_bytes)
+
+
+@dataclass(frozen=True)
+class EpSize:
+    """Holds what is predicted of a job with its experts over one number of ranks."""
+
+    ep: int
+    step_ms: float
+    """The ms of a step with the fastest all-to-all: forward, backward, gradients and parameters."""
+    alltoall: AllToAll
+    memory_bytes: float | None = None
+    """The memory of a rank; ``None``: not known."""
+    fits: bool = True
+    """Whether a rank has as much memory, as far as that is known."""
+
+
+@dataclass(frozen=True)
+class EpChoice:
+    """Holds the chosen number of ranks for experts, and what the next one would cost."""
+
+    best: EpSize
+    runner_up: EpSize | None
+    """The fastest other size that fits; ``None``: there is none."""
+
+    @property
+    def runner_up_costs(self) -> float | None:
+        """Return how many times as long a step takes with the runner-up."""
+        if self.runner_up is None:
+            return None
+        return self.runner_up.step_ms / self.best.step_ms if self.best.step_ms else 1.0
+
+
+def ep_sizes(
+    job: ExpertJob,
+    cluster: Cluster,
+    schedule: str = BEST,
+    memory_of: Callable[[Groups], float] | None = None,
+    most_bytes: float | None = None,
+) -> list[EpSize]:
+    """Predict a step with every possible size, ascending.
+
+    Args:
+        job: the job.
+        cluster: the costs of the links and of computing.
+        schedule: the schedule by name that layers will run with.
+        memory_of: the groups to the memory of a rank, in bytes; ``None``: not known.
+        most_bytes: the memory that a rank has; ``None``: not known.
+
+    Raises:
+        ValueError: the cluster lacks a number for every size, or the schedule is unknown; the message names it.
+    """
+    found, lacking = [], None
+    for groups in job.layouts():
+        try:
+            ways_ms = {each: step_ms(job, cluster, groups, each, schedule) for each in alltoalls_of(job, groups)}
+        except ValueError as error:
+            lacking = lacking or error
+            continue
+        needed = None if memory_of is None else memory_of(groups)
+        fits = needed is None or most_bytes is None or needed <= most_bytes
+        alltoall = min(ways_ms, key=ways_ms.__getitem__)
+        found.append(EpSize(groups.ep, ways_ms[alltoall], alltoall, needed, fits))
+    if not found:
+        assert lacking is not None
+        raise lacking
+    return found
+
+
+def choose_ep_size(sizes: Sequence[EpSize]) -> EpChoice:
+    """Choose the fastest size that fits, the smaller one of two that are alike. Where none fits, it is the one that
+    needs the least memory.
+
+    Args:
+        sizes: the predictions, ascending.
+    """
+    fitting = [each for each in sizes if each.fits]
+    if not fitting:
+        return EpChoice(min(sizes, key=lambda each: each.memory_bytes or 0.0), None)
+    best, *others = sorted(fitting, key=lambda each: each.step_ms)
+    return EpChoice(best, others[0] if others else None)
+
+
+def alltoalls_of(job: ExpertJob, groups: Groups) -> tuple[AllToAll, ...]:
+    """Return the all-to-alls that a job can have in these groups, ``"flat"`` first."""
+    if len(groups.placements["ep"].lanes) < 2:
+        return ("flat",)
+    # Empty slots are sent as well, so padded dispatch is never node-deduplicated.
+    has_rows = all(shape.capacity_factor is None for shape in job.shapes)
+    return ("flat", "2dh", *((NODE_DEDUPLICATED,) if has_rows and can_deduplicate(groups) else ()))
+
+
+def step_ms(job: ExpertJob, cluster: Cluster, groups: Groups, alltoall: AllToAll, schedule: str = BEST) -> float:
+    """Predict the ms of a step in these groups with an all-to-all.
+
+    Raises:
+        ValueError: the cluster lacks a number, or the schedule is unknown.
+    """
+    settings = Settings(cluster.contention, num_micro_batches=job.micro_batches)
+    planner, zero = Planner({}, settings), Zero(job.zero, job.shapes[0].dtype_bytes, overlap_comm=job.overlap_comm)
+    return job.rest_ms + planner.batch_ms(zero.plan(planner, schedule, job.layers(groups, alltoall, cluster)))
