@@ -232,6 +232,21 @@ def test_numbers_that_contradict_each_other_are_said_to(both: Path) -> None:
     assert "<b>undecided</b>" in page
 
 
+def test_of_many_layers_those_with_the_fullest_experts_are_drawn_and_all_are_in_the_table(both: Path) -> None:
+    path = both / "ours" / run_files.ROUTERS
+    row = json.loads(path.read_text().splitlines()[-1])
+    load = row["layers"]["L00"]
+    for number in range(14):
+        row["layers"][f"L{number:02}"] = load | {"tokens_E": [float(number), 4.0, 16.0 - number]}
+    path.write_text(json.dumps(row) + "\n")
+    assert main(["report", str(both)]) == 0
+    page = (both / "report.html").read_text()
+    heats = {name for name in charts_of(page) if name.startswith("tokens per expert")}
+    # Their fullest experts have 16, 15, ... 9, 8, 9, ... 13 of 20 tokens: 8 and the later 9 are the least.
+    assert heats == {f"tokens per expert of L{number:02} over steps" for number in range(14) if number not in (8, 9)}
+    assert "<td>L13</td><td>6.7</td><td>13</td><td>0.67</td><td>12.5%</td>" in page
+
+
 def test_places_that_contradict_each_other_are_said_to(both: Path) -> None:
     path = both / "ours" / run_files.PLACEMENT
     rows = [json.loads(line) for line in path.read_text().splitlines()]
