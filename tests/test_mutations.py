@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.sources import FILES, ROOT
-from tools.mutations import Mutation, drawn, known, mutations_of, nearest
+from tools.mutations import Mutation, drawn, known, mutations_of
 
 CHANGES = {
     "if a < b: return a": "if (a <= b): return a",
@@ -70,7 +75,15 @@ def test_every_known_mutation_is_of_a_function_of_today_and_changes_something() 
         assert any(node.lineno < each.start[0] <= (node.end_lineno or 0) for node in named), each.kind
 
 
-def test_the_files_nearest_to_a_module_are_run_first() -> None:
-    files = nearest("ds_fsmoe/planning/cost.py", "fit")
-    assert "tests/planning/test_cost.py" in files[:4]
-    assert not any(each.startswith(("tests/benchmarks", "tests/test_mutations")) for each in files)
+@pytest.mark.long
+def test_the_functions_that_a_test_calls_are_seen_on_its_ranks_too(tmp_path: Path) -> None:
+    spread = "tests/test_gradient_norm.py::test_the_norm_does_not_depend_on_how_experts_are_spread"
+    names = spread, "tests/test_wires.py::test_a_row_travels_as_its_width_and_four_bytes"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.reached", "-p", "no:cacheprovider", *names]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {"DS_FSMOE_REACHED": str(tmp_path)}, check=True)
+    (file,) = tmp_path.glob("*.jsonl")
+    rows = {row["test"]: row["calls"] for row in map(json.loads, file.read_text().splitlines())}
+    assert "ds_fsmoe/gradients/norm.py correct_norm" in rows[spread]
+    assert "ds_fsmoe/layer/runtime.py pipeline" in rows[spread]
+    assert rows[names[1]]
+    assert "ds_fsmoe/gradients/norm.py correct_norm" not in rows[names[1]]

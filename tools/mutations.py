@@ -3,9 +3,10 @@
 
 python tools/mutations.py --seed 2026-11-29 --count 100
 
-Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the test files
-that import its module, closest first, and what survives those against all of ``make test``: the survivors together,
-once, and each alone against the tests that failed then, until none fails. ``tools/mutations_results.csv`` keeps what a
+Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the tests that
+call its function, the quickest first (one run of ``make test`` tells which, see ``tools/reached.py``), and what
+survives those against all of ``make test``: the survivors together, once, and each alone against the tests that failed
+then, until none fails. ``tools/mutations_results.csv`` keeps what a
 seed has drawn and who caught it; a second run goes on where the first stopped, also in later code. Mutations that
 change no result are listed with the reason in ``tools/mutations_equivalent.toml``. ``--known`` takes those of
 ``tools/mutations_known.toml``, which tests have missed once.
@@ -46,7 +47,7 @@ LEFT_OUT = {"clamp", "clone", "detach", "contiguous", "abs", "copy", "to"}
 # Words are no behavior: what stands in these is not changed.
 WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)
 LOGS = re.compile(r"(?i)\b_?log(ger)?\b")
-LAW_FILES = 2
+REACHED = ROOT / ".mutations" / "reached"
 RESULTS = Path(__file__).with_name("mutations_results.csv")
 COLUMNS = ("seed", "mutation", "kind", "by", "against")
 
@@ -207,7 +208,7 @@ class Results:
         return self._rows[mutation.name]["by"]
 
     def against(self, mutation: Mutation) -> str:
-        """Return what it was run against: "law", "all", or nothing yet."""
+        """Return what it was run against: "reached", "all", or nothing yet."""
         return self._rows[mutation.name]["against"]
 
     def keep(self, mutation: Mutation, by: list[str], against: str) -> None:
@@ -270,53 +271,42 @@ def at(text: str) -> tuple[int, int]:
     return text.count("\n") + 1, len(text.rpartition("\n")[2].encode())
 
 
-def imports(source: str) -> set[str]:
-    """Return the modules that a file imports, and the names that it imports from them, with dots."""
-    found = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found.update(each.name for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-            found.update(f"{node.module}.{each.name}" for each in node.names)
-    return found
-
-
-def module_of(file: Path) -> str:
-    """Return the dotted name of a file."""
-    return str(file.relative_to(ROOT)).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+def tests_of(mutation: Mutation) -> list[str]:
+    """Return the tests of ``make test`` that call the function of a mutation, the quickest first."""
+    return reached_by().get(f"{mutation.path} {mutation.function}", [])
 
 
 @functools.cache
-def importing() -> dict[str, set[str]]:
-    """Return for each module of the package and of the tests what it imports."""
-    files = [file for folder in ("ds_fsmoe", "tests") for file in (ROOT / folder).rglob("*.py")]
-    return {module_of(file): imports(file.read_text()) for file in files}
+def reached_by() -> dict[str, list[str]]:
+    """Return function -> the tests that call it, the quickest first, as :func:`look_who_reaches` has seen it."""
+    rows = [json.loads(line) for file in REACHED.glob("*.jsonl") for line in file.read_text().splitlines()]
+    found: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["seconds"]):
+        for each in row["calls"]:
+            found.setdefault(each, []).append(row["test"])
+    return found
 
 
-def nearest(path: str, function: str) -> list[str]:
-    """Return the test files of ``make test``, nearest to a function first: those that name it, then those that import
-    its module, then those that import what imports it; of equals, those that import the least else."""
-    module = module_of(ROOT / path)
-    # How many imports away from the module each file is.
-    away, edge = {module: 0}, {module}
-    while edge:
-        edge = {name for name, its in importing().items() if name not in away and its & edge}
-        away.update(dict.fromkeys(edge, max(away.values()) + 1))
-
-    def nearness(file: Path) -> tuple[bool, int, int]:
-        name = module_of(file)
-        return function not in file.read_text(), away.get(name, 99), len(importing()[name])
-
-    return sorted(all_files(), key=lambda each: nearness(ROOT / each))
+def look_who_reaches(tree: Path, workers: int, limit_s: int) -> None:
+    """Run all of ``make test`` once, and keep which functions each test calls."""
+    shutil.rmtree(REACHED, ignore_errors=True)
+    part = REACHED.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    failed = run_tests(tree, all_files(), workers, limit_s, False, "-p", "tools.reached", DS_FSMOE_REACHED=str(part))
+    print(f"{len(failed)} tests fail without any mutation: {failed}", flush=True)
+    part.rename(REACHED)
 
 
-def run_tests(tree: Path, tests: list[str], workers: int, limit_s: int, stops: bool = True) -> list[str]:
+def run_tests(
+    tree: Path, tests: list[str], workers: int, limit_s: int, stops: bool = True, *options: str, **more: str
+) -> list[str]:
     """Run tests of a tree in this order, each in the environment that ``make test`` gives it.
 
     Args:
         tests: their files, or single ones.
         stops: whether the first failure ends the run.
+        options, more: further options of pytest, and variables of its environment.
 
     Returns:
         The tests that fail; empty if none does. A run out of time counts as one.
@@ -329,9 +319,10 @@ def run_tests(tree: Path, tests: list[str], workers: int, limit_s: int, stops: b
         folder, cache = ROOT / environment / "bin", tree.parent / "cache"
         shutil.rmtree(cache, ignore_errors=True)
         command = [str(folder / "python"), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *["-x"] * stops]
-        command += ["-m", "not slow and not long", "-n", str(workers), "--dist", "load", "--maxschedchunk", "2", *names]
+        command += ["-m", "not slow and not long", "-n", str(workers), "--dist", "load", "--maxschedchunk", "2"]
+        command += [*options, *names]
         path = f"{folder}{os.pathsep}{os.environ['PATH']}"
-        variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1"}
+        variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1", **more}
         if environment == ".venv-planning":
             variables["DS_FSMOE_EXPECT_NO_TORCH"] = "1"
         run = subprocess.Popen(
@@ -377,8 +368,8 @@ def run_together(
         print(f"{len(left)} together: {len(suspects)} tests fail; without any mutation: {flaky}", flush=True)
         missed = []
         for each in left:
-            place = {file: number for number, file in enumerate(nearest(each.path, each.function))}
-            ordered = sorted(suspects, key=lambda test: place.get(test.partition("::")[0], 0))
+            reaching = set(tests_of(each))
+            ordered = sorted(suspects, key=lambda test: test not in reaching)
             with mutated(tree, [each]):
                 by = run_tests(tree, ordered, workers, limit_s) if ordered else []
             if by:
@@ -425,10 +416,10 @@ def main() -> int:
         "--known", action="store_true", help="those that tests have missed once, in place of drawn ones"
     )
     parser.add_argument("--only", default="", help="only mutations of files whose path has this in it")
-    parser.add_argument("--laws-only", action="store_true", help="do not run all of make test for what survives")
+    parser.add_argument("--reached-only", action="store_true", help="do not run all of make test for what survives")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=900, help="for each run of the law's files")
+    parser.add_argument("--limit-s", type=int, default=900, help="for each run of the tests that call a function")
     parser.add_argument("--limit-all-s", type=int, default=3600, help="for each run of all tests")
     options = parser.parse_args()
     seed = "known" if options.known else options.seed
@@ -444,22 +435,24 @@ def main() -> int:
     for file in filter(None, files.split("\0")):
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, tree / file)
+    if not REACHED.exists():
+        look_who_reaches(tree, options.workers, options.limit_all_s)
     for number, each in enumerate(mutations, 1):
         if results.against(each):
             continue
         began = time.monotonic()
         with mutated(tree, [each]):
-            by = run_tests(tree, nearest(each.path, each.function)[:LAW_FILES], options.workers, options.limit_s)
-        results.keep(each, by, "law")
+            by = run_tests(tree, tests, options.workers, options.limit_s) if (tests := tests_of(each)) else []
+        results.keep(each, by, "reached")
         print(f"{number:3} {time.monotonic() - began:4.0f} s {each.name} {by[:1] or 'survives'}", flush=True)
-    survivors = [each for each in mutations if not results.by(each) and results.against(each) == "law"]
-    if survivors and not options.laws_only:
+    survivors = [each for each in mutations if not results.by(each) and results.against(each) == "reached"]
+    if survivors and not options.reached_only:
         for each, by in run_together(tree, survivors, options.workers, options.limit_all_s):
             results.keep(each, by, "all")
             print(f"{each.name} {by[:1] or 'SURVIVES'}", flush=True)
     left = [each for each in mutations if not results.by(each)]
-    by_law = sum(results.against(each) == "law" for each in mutations if results.by(each))
-    print(f"{len(mutations) - len(left)} of {len(mutations)} are caught, {by_law} by the law's files")
+    by_few = sum(results.against(each) == "reached" for each in mutations if results.by(each))
+    print(f"{len(mutations) - len(left)} of {len(mutations)} are caught, {by_few} by tests that call the function")
     print(Counter(each.kind for each in left) or "none survives")
     return int(len(left) > 0.05 * len(mutations))
 
