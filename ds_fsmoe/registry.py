@@ -7,6 +7,7 @@ names in ``"fsmoe": {"plugins": [...]}``. No other file has to be edited.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pkgutil
 from collections.abc import Callable
@@ -156,10 +157,16 @@ def register_expert(name: str) -> Callable[[Part], Part]:
 
 def known(kind: str) -> tuple[str, ...]:
     """Return the registered names of one kind, sorted. It imports the kind's folder, and with it torch."""
+    _import_folder(kind)
+    return tuple(sorted(_PARTS[kind]))
+
+
+@functools.cache
+def _import_folder(kind: str) -> None:
+    """Import every file of a kind's folder, so that its parts register themselves."""
     folder = importlib.import_module(_FOLDER_OF_KIND[kind])
     for module in pkgutil.iter_modules(folder.__path__):
         importlib.import_module(f"{folder.__name__}.{module.name}")
-    return tuple(sorted(_PARTS[kind]))
 
 
 def lookup(kind: str, name: str) -> type:

@@ -194,18 +194,18 @@ MOST_LAYERS = 12
 # Folder -> the most statements (ast.stmt) that its files may have. A number may go up only in a commit whose message
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
-    ".": 549,
+    ".": 553,
     "checkpoint": 1369,
     "checkpoint_files": 1894,
-    "checks": 473,
+    "checks": 476,
     "components": 3431,
     "config": 712,
     "distributed": 803,
-    "engine": 4102,
+    "engine": 4101,
     "execution": 2456,
     "files": 607,
     "gradients": 1725,
-    "layer": 3168,
+    "layer": 3181,
     "measuring": 1249,
     "observing": 1277,
     "offline": 5911,
@@ -215,7 +215,7 @@ STATEMENTS: dict[str, int] = {
     "routes": 471,
     "telemetry": 879,
     "terminal": 208,
-    "tuning": 1965,
+    "tuning": 1954,
     "two_batch": 640,
 }
 

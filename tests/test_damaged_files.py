@@ -360,7 +360,7 @@ def test_a_block_is_read_or_refused_in_words() -> None:
             assert len(refused[-1]) < 50_000
 
     look()
-    assert len(read) > 2
+    assert read
     assert len(refused) > 50
 
 

@@ -8,7 +8,7 @@ import ast
 import pytest
 
 from tests.sources import FILES, ROOT
-from tools.mutations import drawn, mutations_of, nearest
+from tools.mutations import Mutation, drawn, known, mutations_of, nearest
 
 CHANGES = {
     "if a < b: return a": "if (a <= b): return a",
@@ -52,12 +52,25 @@ def test_a_seed_draws_the_same_mutations_of_all_kinds_again_and_each_is_python_a
     assert len({each.name for each in mutations}) == 200
     assert len({each.kind for each in mutations}) >= 12
     assert len({each.path for each in mutations}) > len(FILES) / 4
+    assert [each.name for each in mutations if not changes_something(each)] == []
+
+
+def changes_something(mutation: Mutation) -> bool:
+    source = (ROOT / mutation.path).read_text()
+    return ast.dump(ast.parse(mutation.applied(source))) != ast.dump(ast.parse(source))
+
+
+def test_every_known_mutation_is_of_a_function_of_today_and_changes_something() -> None:
+    mutations = known()
+    assert len({each.kind for each in mutations}) == len(mutations) > 0
+    assert [each.kind for each in mutations if not changes_something(each)] == []
     for each in mutations:
-        source = (ROOT / each.path).read_text()
-        assert ast.dump(ast.parse(each.applied(source))) != ast.dump(ast.parse(source)), each.name
+        nodes = ast.walk(ast.parse((ROOT / each.path).read_text()))
+        named = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == each.function]
+        assert any(node.lineno < each.start[0] <= (node.end_lineno or 0) for node in named), each.kind
 
 
 def test_the_files_nearest_to_a_module_are_run_first() -> None:
     files = nearest("ds_fsmoe/planning/cost.py", "fit")
     assert "tests/planning/test_cost.py" in files[:4]
-    assert not any(each.startswith("tests/benchmarks") for each in files)
+    assert not any(each.startswith(("tests/benchmarks", "tests/test_mutations")) for each in files)

@@ -4,15 +4,19 @@
 python tools/mutations.py --seed 2026-11-29 --count 100
 
 Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the test files
-that import its module, closest first, and what survives those against all of ``make test``. Results are kept in
-``.mutations/SEED.jsonl``; a second run goes on where the first stopped. Mutations that change no result are listed
-with the reason in ``tools/mutations_equivalent.toml`` and drawn anew.
+that import its module, closest first, and what survives those against all of ``make test``: the survivors together,
+once, and each alone against the tests that failed then, until none fails. ``tools/mutations_results.csv`` keeps what a
+seed has drawn and who caught it; a second run goes on where the first stopped, also in later code. Mutations that
+change no result are listed with the reason in ``tools/mutations_equivalent.toml``. ``--known`` takes those of
+``tools/mutations_known.toml``, which tests have missed once.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import csv
 import functools
 import json
 import os
@@ -26,11 +30,11 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-EQUIVALENT = Path(__file__).with_name("mutations_equivalent.toml")
+EQUIVALENT, KNOWN = (Path(__file__).with_name(f"mutations_{each}.toml") for each in ("equivalent", "known"))
 COMPARISONS = {
     ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
     ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
@@ -42,7 +46,9 @@ LEFT_OUT = {"clamp", "clone", "detach", "contiguous", "abs", "copy", "to"}
 # Words are no behavior: what stands in these is not changed.
 WORDS = (ast.Raise, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom)
 LOGS = re.compile(r"(?i)\b_?log(ger)?\b")
-LAW_FILES = 4
+LAW_FILES = 2
+RESULTS = Path(__file__).with_name("mutations_results.csv")
+COLUMNS = ("seed", "mutation", "kind", "by", "against")
 
 
 @dataclass(frozen=True)
@@ -166,19 +172,102 @@ def mutations_of(path: str, source: str) -> list[Mutation]:
 
 def drawn(seed: str, count: int) -> list[Mutation]:
     """Return so many mutations: the file by its number of places, then a kind that it has, then a place."""
-    listed = {each["mutation"] for each in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])}
-    files = sorted((ROOT / "ds_fsmoe").rglob("*.py"))
-    by_file = [mutations_of(str(file.relative_to(ROOT)), file.read_text()) for file in files]
-    by_file = [found for found in by_file if found]
+    listed = equivalent()
+    by_file = [found for file in sorted((ROOT / "ds_fsmoe").rglob("*.py")) if (found := mutations_in(file))]
     draw = random.Random(seed)
     chosen: dict[str, Mutation] = {}
     while len(chosen) < count:
-        of_file = draw.choices(by_file, [len(each) for each in by_file])[0]
-        kind = draw.choice(sorted({each.kind for each in of_file}))
-        mutation = draw.choice([each for each in of_file if each.kind == kind])
+        places = draw.choices(by_file, [len(each) for each in by_file])[0]
+        kind = draw.choice(sorted({each.kind for each in places}))
+        mutation = draw.choice([each for each in places if each.kind == kind])
         if mutation.name not in listed:
             chosen.setdefault(mutation.name, mutation)
     return list(chosen.values())
+
+
+class Results:
+    """Keeps in a file who caught the mutations of a seed.
+
+    Args:
+        seed: the seed, or "known".
+        mutations: those of the seed, as they are in the code of today.
+    """
+
+    def __init__(self, seed: str, mutations: list[Mutation]) -> None:
+        self.seed, self.mutations = seed, mutations
+        self._others = [row for row in rows_kept() if row["seed"] != seed]
+        before = {row["mutation"]: row for row in rows_kept() if row["seed"] == seed}
+        new = {"seed": seed, "by": "", "against": ""}
+        self._rows = {
+            each.name: before.get(each.name, {**new, "mutation": each.name, "kind": each.kind}) for each in mutations
+        }
+
+    def by(self, mutation: Mutation) -> str:
+        """Return the test that caught it, if one did."""
+        return self._rows[mutation.name]["by"]
+
+    def against(self, mutation: Mutation) -> str:
+        """Return what it was run against: "law", "all", or nothing yet."""
+        return self._rows[mutation.name]["against"]
+
+    def keep(self, mutation: Mutation, by: list[str], against: str) -> None:
+        """Keep a result."""
+        self._rows[mutation.name] |= {"by": by[0][:200] if by else "", "against": against}
+        with RESULTS.open("w", newline="") as file:
+            rows = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            rows.writeheader()
+            rows.writerows([*self._others, *self._rows.values()])
+
+
+def rows_kept() -> list[dict[str, str]]:
+    """Return the rows of the file of results."""
+    if not RESULTS.exists():
+        return []
+    with RESULTS.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def drawn_before(seed: str) -> list[Mutation]:
+    """Return the mutations that a seed has drawn, as they are in the code of today; those whose code is gone are
+    missing, and those that are equivalent."""
+    names = [row["mutation"] for row in rows_kept() if row["seed"] == seed]
+    paths = {name.partition(" ")[0] for name in names}
+    found = {each.name: each for path in sorted(paths) if (ROOT / path).exists() for each in mutations_in(ROOT / path)}
+    return [found[name] for name in names if name in found and name not in equivalent()]
+
+
+def mutations_in(file: Path) -> list[Mutation]:
+    """Return every mutation of a file of the package."""
+    return mutations_of(str(file.relative_to(ROOT)), file.read_text())
+
+
+def equivalent() -> set[str]:
+    """Return the names of mutations that change no result."""
+    return {each["mutation"] for each in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", [])}
+
+
+def known() -> list[Mutation]:
+    """Return the mutations that an earlier state of the tests has missed.
+
+    Raises:
+        ValueError: the code of one is not there once.
+    """
+    found = []
+    for each in tomllib.loads(KNOWN.read_text())["known"]:
+        source = (ROOT / each["path"]).read_text()
+        if source.count(each["before"]) != 1:
+            raise ValueError(
+                f"{KNOWN.name}: {each['name']}: its code is {source.count(each['before'])} times in the file"
+            )
+        head = source[: source.index(each["before"])]
+        start, end = (at(text) for text in (head, head + each["before"]))
+        found.append(Mutation(each["path"], each["function"], each["name"], start, end, each["before"], each["after"]))
+    return found
+
+
+def at(text: str) -> tuple[int, int]:
+    """Return the place at the end of a text, as ast counts it."""
+    return text.count("\n") + 1, len(text.rpartition("\n")[2].encode())
 
 
 def imports(source: str) -> set[str]:
@@ -219,40 +308,112 @@ def nearest(path: str, function: str) -> list[str]:
         name = module_of(file)
         return function not in file.read_text(), away.get(name, 99), len(importing()[name])
 
-    files = [file for file in (ROOT / "tests").rglob("test_*.py") if "benchmarks" not in file.parts]
-    return [str(each.relative_to(ROOT)) for each in sorted(files, key=nearness)]
+    return sorted(all_files(), key=lambda each: nearness(ROOT / each))
 
 
-def run_tests(tree: Path, files: list[str], workers: int, limit_s: int) -> str | None:
-    """Run test files of a tree in this order, each in the environment that ``make test`` gives it.
+def run_tests(tree: Path, tests: list[str], workers: int, limit_s: int, stops: bool = True) -> list[str]:
+    """Run tests of a tree in this order, each in the environment that ``make test`` gives it.
+
+    Args:
+        tests: their files, or single ones.
+        stops: whether the first failure ends the run.
 
     Returns:
-        The first test that fails, or ``None``; a run out of time counts as caught.
+        The tests that fail; empty if none does. A run out of time counts as one.
     """
     environments: dict[str, list[str]] = {}
-    for file in files:
-        environments.setdefault(".venv-planning" if file.startswith("tests/planning") else ".venv", []).append(file)
+    for each in tests:
+        environments.setdefault(".venv-planning" if each.startswith("tests/planning") else ".venv", []).append(each)
+    found: list[str] = []
     for environment, names in environments.items():
-        folder = ROOT / environment / "bin"
-        command = [str(folder / "python"), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        folder, cache = ROOT / environment / "bin", tree.parent / "cache"
+        shutil.rmtree(cache, ignore_errors=True)
+        command = [str(folder / "python"), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *["-x"] * stops]
         command += ["-m", "not slow and not long", "-n", str(workers), "--dist", "load", "--maxschedchunk", "2", *names]
         path = f"{folder}{os.pathsep}{os.environ['PATH']}"
         variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1"}
         if environment == ".venv-planning":
             variables["DS_FSMOE_EXPECT_NO_TORCH"] = "1"
         run = subprocess.Popen(
-            command, cwd=tree, env=os.environ | variables, stdout=subprocess.PIPE, text=True, start_new_session=True
+            command, cwd=tree, env=os.environ | variables, stdout=subprocess.DEVNULL, start_new_session=True
         )
         try:
-            printed, _ = run.communicate(timeout=limit_s)
+            run.wait(limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)  # with the ranks that it has started
             run.wait()
-            return "the limit of time"
+            return ["the limit of time"]
         if run.returncode not in (0, 5):
-            failed = [line for line in printed.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0][:200] if failed else f"status {run.returncode}"
-    return None
+            failed = cache / "v" / "cache" / "lastfailed"
+            found += json.loads(failed.read_text()) if failed.exists() else [f"status {run.returncode}"]
+            if stops:
+                break
+    return found
+
+
+def run_together(
+    tree: Path, survivors: list[Mutation], workers: int, limit_s: int
+) -> Iterator[tuple[Mutation, list[str]]]:
+    """Run all of ``make test`` with several mutations at once, and each alone against the tests that fail then, and
+    that do not without any.
+
+    Yields:
+        A mutation, and the test that catches it; none if none does.
+    """
+    left = survivors
+    while left:
+        with mutated(tree, left):
+            failed = run_tests(tree, all_files(), workers, limit_s, stops=False)
+        suspects = [each for each in failed if each.startswith("tests")]
+        if failed and not suspects:  # out of time, or no test could run
+            if len(left) == 1:
+                yield left[0], failed
+                return
+            for half in (left[: len(left) // 2], left[len(left) // 2 :]):
+                yield from run_together(tree, half, workers, limit_s)
+            return
+        flaky = run_tests(tree, suspects, workers, limit_s, stops=False) if suspects else []
+        suspects = [each for each in suspects if each not in flaky]
+        print(f"{len(left)} together: {len(suspects)} tests fail; without any mutation: {flaky}", flush=True)
+        missed = []
+        for each in left:
+            place = {file: number for number, file in enumerate(nearest(each.path, each.function))}
+            ordered = sorted(suspects, key=lambda test: place.get(test.partition("::")[0], 0))
+            with mutated(tree, [each]):
+                by = run_tests(tree, ordered, workers, limit_s) if ordered else []
+            if by:
+                yield each, by
+            else:
+                missed.append(each)
+        if len(missed) == len(left):
+            yield from ((each, []) for each in missed)
+            return
+        left = missed
+
+
+@contextlib.contextmanager
+def mutated(tree: Path, mutations: list[Mutation]) -> Iterator[None]:
+    """Have some mutations in the tree; of two that overlap, the first."""
+    sources: dict[str, str] = {}
+    for path in {each.path for each in mutations}:
+        text = sources[path] = (tree / path).read_text()
+        below = (sys.maxsize, 0)
+        for each in sorted((each for each in mutations if each.path == path), key=lambda each: each.end, reverse=True):
+            if each.end <= below:
+                text, below = each.applied(text), each.start
+        (tree / path).write_text(text)
+    try:
+        yield
+    finally:
+        for path, source in sources.items():
+            (tree / path).write_text(source)
+
+
+def all_files() -> list[str]:
+    """Return the test files of ``make test``, but not this tool's own: that fails wherever known mutations' code is
+    another."""
+    files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
+    return [each for each in files if not each.startswith(("tests/benchmarks/", "tests/test_mutations.py"))]
 
 
 def main() -> int:
@@ -260,50 +421,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", default=time.strftime("%Y-%m-%d"), help="default: the date")
     parser.add_argument("--count", type=int, default=100)
+    parser.add_argument(
+        "--known", action="store_true", help="those that tests have missed once, in place of drawn ones"
+    )
     parser.add_argument("--only", default="", help="only mutations of files whose path has this in it")
     parser.add_argument("--laws-only", action="store_true", help="do not run all of make test for what survives")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=900, help="for each run of tests")
+    parser.add_argument("--limit-s", type=int, default=900, help="for each run of the law's files")
+    parser.add_argument("--limit-all-s", type=int, default=3600, help="for each run of all tests")
     options = parser.parse_args()
-    mutations = [each for each in drawn(options.seed, options.count) if options.only in each.path]
+    seed = "known" if options.known else options.seed
+    results = Results(seed, known() if options.known else drawn_before(seed) or drawn(seed, options.count))
+    mutations = [each for each in results.mutations if options.only in each.path]
     if options.list:
         for each in mutations:
             print(f"{each.path}:{each.start[0]} {each.kind}: {each.before!r} -> {each.after!r}")
         return 0
-    kept = ROOT / ".mutations" / f"{options.seed}.jsonl"
-    kept.parent.mkdir(exist_ok=True)
-    rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
-    results = {row["name"]: row for row in rows}
-    tree = kept.parent / "tree"
+    tree = ROOT / ".mutations" / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for file in filter(None, files.split("\0")):
         (tree / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / file, tree / file)
     for number, each in enumerate(mutations, 1):
-        if each.name in results and (results[each.name]["by"] or options.laws_only or results[each.name]["all"]):
+        if results.against(each):
             continue
-        source = (tree / each.path).read_text()
-        (tree / each.path).write_text(each.applied(source))
         began = time.monotonic()
-        files = nearest(each.path, each.function)
-        by = run_tests(tree, files[:LAW_FILES], options.workers, options.limit_s)
-        everything = by is None and not options.laws_only
-        if everything:
-            by = run_tests(tree, files[LAW_FILES:], options.workers, options.limit_s)
-        (tree / each.path).write_text(source)
-        seconds = round(time.monotonic() - began)
-        row = {"name": each.name, "by": by, "all": everything, "seconds": seconds} | asdict(each)
-        results[each.name] = row
-        with kept.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{number:3} {'caught' if by else 'SURVIVES'} {row['seconds']:4} s {each.name} [{by}]", flush=True)
-    rows = [results[each.name] for each in mutations]
-    caught = sum(bool(row["by"]) for row in rows)
-    print(f"{caught} of {len(rows)} are caught, {sum(not row['all'] for row in rows if row['by'])} by the law's files")
-    print(Counter(row["kind"] for row in rows if not row["by"]) or "none survives")
-    return int(caught < 0.95 * len(rows))
+        with mutated(tree, [each]):
+            by = run_tests(tree, nearest(each.path, each.function)[:LAW_FILES], options.workers, options.limit_s)
+        results.keep(each, by, "law")
+        print(f"{number:3} {time.monotonic() - began:4.0f} s {each.name} {by[:1] or 'survives'}", flush=True)
+    survivors = [each for each in mutations if not results.by(each) and results.against(each) == "law"]
+    if survivors and not options.laws_only:
+        for each, by in run_together(tree, survivors, options.workers, options.limit_all_s):
+            results.keep(each, by, "all")
+            print(f"{each.name} {by[:1] or 'SURVIVES'}", flush=True)
+    left = [each for each in mutations if not results.by(each)]
+    by_law = sum(results.against(each) == "law" for each in mutations if results.by(each))
+    print(f"{len(mutations) - len(left)} of {len(mutations)} are caught, {by_law} by the law's files")
+    print(Counter(each.kind for each in left) or "none survives")
+    return int(len(left) > 0.05 * len(mutations))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,11 @@ class FirstForwards:
         self._recompute = False
         self._is_logged = False
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Return the type of the tokens of the first layer that was called; ``None`` if there is none."""
+        return next((each.sizes.dtype for each in self.calls.values()), None)
+
     def watch(self, call: LayerCall) -> None:
         """Compare the sizes that a layer's ranks exchange, before its call, and record the call.
 

@@ -118,9 +118,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
             return
         groups = state.groups()
         if mode != "off" and self.pipeline_parallelism:
-            of_layers = {(each.ep_size, each.fsmoe.tensor_parallel) for each in state.inner_layers.values()}
-            of_all = sorted(set().union(*on_every_rank(of_layers)), key=repr)
-            make_communicators((state.running.groups(*each) for each in of_all), state.block.gradient_partition)
+            of_all = (state.running.groups(*each) for each in state.running.layer_sizes)
+            make_communicators(of_all, state.block.gradient_partition)
         reason = None if mode == "off" else obstacle_to(self, groups)
         # A stage without layers has other reasons than the others.
         if reason is not None and groups and state.block.gradient_partition.mode not in ("auto", "off"):

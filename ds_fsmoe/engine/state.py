@@ -132,13 +132,16 @@ class FSMoEState:
         running.checks.append(self.chunking_guard.check)
 
     def begin(self, steps_whole: bool) -> None:
-        """Begin to check and observe layers, when the engine is complete.
+        """Begin to check and observe layers, when the engine is complete. Collective.
 
         Args:
             steps_whole: True if the engine has an optimizer, and parameters that are whole in a forward.
         """
         self.chunking_guard.begin(self.inner_layers)
         running = self.running
+        sizes = {(each.ep_size, each.fsmoe.tensor_parallel) for each in self.inner_layers.values()}
+        of_all = sizes if self.stage_group is None else set().union(*on_every_rank(sizes))
+        running.layer_sizes = sorted(of_all, key=repr)
         if steps_whole and self.stage_group is None and running.device.type != "cpu" and world_size_now() > 1:
             alone = [
                 path

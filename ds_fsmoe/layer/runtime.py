@@ -266,6 +266,8 @@ class LayerRuntime:
             )
         self.lanes: Lanes = make_lanes(device, block.overlap, self.one_link is not None)
         self.links: Links = planned_links(block) if self.one_link is None else "shared"
+        self.layer_sizes: Sequence[tuple[int, TensorParallelUse]] = ()
+        """The EP size and the tensor parallelism of the layers of all pipeline stages, the same on every rank."""
         self.plan = planned_by(block, self.links)
         """The plan of layers until another one is applied to them."""
         self.observer = CallObserver.of(block, device)
@@ -373,6 +375,20 @@ class LayerRuntime:
             return exchange_in(groups, registry.lookup("alltoall", alltoall)())
         except ValueError as error:
             raise ConfigError(f"fsmoe.alltoall = {shown(alltoall)}: {error}") from error
+
+    def alltoalls_to_compare(self) -> dict[tuple[int, TensorParallelUse], dict[str, Collectives]]:
+        """Make every all-to-all for all layers, by :attr:`layer_sizes` and name, the flat one first; none where there
+        is one kind of link, or where the config names one. Collective over all ranks, which make the communicators of
+        all stages: with fewer on some, later ones would have other names there."""
+        if self.block.alltoall != "auto":
+            return {}
+        names = ("flat", *(each for each in registry.known("alltoall") if each != "flat"))
+        found = {}
+        for sizes in self.layer_sizes:
+            groups = self.groups(*sizes)
+            if len(groups.planned.placements["ep"].lanes) > 1:
+                found[sizes] = {name: exchange_in(groups, registry.lookup("alltoall", name)()) for name in names}
+        return found
 
     def warn_alltoall_fallback(self, alltoall: str, why: str) -> None:
         """Warn once, for all layers, that an all-to-all runs as the flat one, with the reason."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds what the autotuner measures: the layers of an engine as they were called, each kind of equal layers once.
 
-:func:`~ds_fsmoe.tuning.measure.measure` calls it once, ahead of all timing. The all-to-alls that may be chosen are made
-here; measuring only reads them.
+:func:`~ds_fsmoe.tuning.measure.measure` calls it once, ahead of all timing. The all-to-alls that may be chosen
+come from the runtime; measuring only reads them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe import registry
 from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.distributed.agreement import check_agreement
-from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
 from ds_fsmoe.distributed.topology import world_size_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.execution.pipeline import LayerPipeline
-from ds_fsmoe.layer.parts import exchange_in
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
@@ -37,7 +35,6 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
 
 if TYPE_CHECKING:
-    from ds_fsmoe.distributed.groups import FSMoEGroups
     from ds_fsmoe.layer.runtime import LayerRuntime
 
 
@@ -140,8 +137,6 @@ class LayersToMeasure:
     """All kinds of layers, the same on every rank that has them and in the same order."""
     largest: list[LayerKind]
     """The kinds that are measured: what is known of a large capacity holds for smaller ones."""
-    dtype: torch.dtype
-    """The type of the tokens, the same on every rank; a stage of a pipeline may have no layer of ours."""
 
     @property
     def may_be_spread_more(self) -> bool:
@@ -165,15 +160,10 @@ def find_layers_to_measure(
         MeasuringError: on every rank, if one has failed.
         DisagreementError: on every rank, if they have called different layers.
     """
-    calls, asked = running.first_forwards.calls, running.block.alltoall
+    calls = running.first_forwards.calls
     called = {label: layer for label, layer in layers.items() if label in calls}
-    own = [((layer.ep_size, layer.fsmoe.tensor_parallel), calls[label].sizes.dtype) for label, layer in called.items()]
-    # Every rank makes the communicators of all stages: with fewer on some, later ones would have other names there.
-    of_ranks = [each for of_rank in on_every_rank(own) for each in of_rank]
-    all_sizes = {sizes for sizes, _ in of_ranks} if asked == "auto" else set()
-    candidates = {sizes: _make_candidates(running.groups(*sizes)) for sizes in sorted(all_sizes, key=repr)}
-    dtype = next((dtype for _, dtype in of_ranks), torch.float32)
-    default = "flat" if asked == "auto" else asked
+    candidates = running.alltoalls_to_compare()
+    default = running.plan.alltoall
     # A stage that fails must not leave the others waiting in a collective of all stages.
     with nullcontext() if group is None else raise_on_all_ranks(None, "finding the layers of a stage"):
         kinds = _find_kinds(called, calls, group)
@@ -186,16 +176,7 @@ def find_layers_to_measure(
         kind.options = largest[kind.subject.kind].options
         # The choices of a whole batch are of no use any more.
         kind.choices.clear()
-    return LayersToMeasure(kinds, list(largest.values()), dtype)
-
-
-def _make_candidates(groups: FSMoEGroups) -> dict[str, Collectives]:
-    """Make every all-to-all in the groups of a layer, by name, the flat one first; none where there is one kind of
-    link. Collective over all ranks: communicators may be made."""
-    if len(groups.planned.placements["ep"].lanes) < 2:
-        return {}
-    names = ("flat", *(each for each in registry.known("alltoall") if each != "flat"))
-    return {name: exchange_in(groups, registry.lookup("alltoall", name)()) for name in names}
+    return LayersToMeasure(kinds, list(largest.values()))
 
 
 def _find_kinds(

@@ -134,6 +134,8 @@ def measure(
     everyone, stage = Stopwatch(device), Stopwatch(device, group)
     asked_nodes = block.topology.ranks_per_node
     topology = find_topology(None if asked_nodes == "auto" else asked_nodes)
+    # A stage of a pipeline may have no layer of ours.
+    dtype = next(filter(None, on_every_rank(running.first_forwards.dtype)), torch.float32)
     found = find_layers_to_measure(layers, running, group)
     fingerprint = cluster_fingerprint(device, topology, max_ctas=max_ctas, one_link=running.one_link is not None)
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
@@ -147,8 +149,8 @@ def measure(
         for_all, of_stage = (Measuring(watch, known, lambda _: progress()) for watch in (everyone, stage))
         cluster = None
         if wants_cluster:
-            origin = source_of(fingerprint, str(found.dtype).removeprefix("torch."))
-            cluster = profile_cluster(for_all, topology, lanes, found.dtype, max_ctas=max_ctas, source=origin)
+            origin = source_of(fingerprint, str(dtype).removeprefix("torch."))
+            cluster = profile_cluster(for_all, topology, lanes, dtype, max_ctas=max_ctas, source=origin)
         with nullcontext() if group is None else raise_on_all_ranks(None, "measuring the layers of a stage"):
             profiles, links, slowed = _layers(of_stage, found.largest, reduction, running)
     num_measured = everyone.num_timed + stage.num_timed
@@ -164,18 +166,21 @@ def _layers(
     measuring: Measuring, largest: list[LayerKind], reduction: Reduction | None, running: LayerRuntime
 ) -> tuple[dict[tuple[str, str], LayerProfile], LinkTimes, Slowdowns]:
     """Measure each collective once for all layers that share its ranks, and experts once for layers that are equal."""
+    others = []
+    for kind in largest:
+        works = _sums_of_gradients(kind, reduction) | _gate_and_order(measuring.watch, kind)
+        others.append(measuring.timings(works))
     links = time_links(measuring, [option.subject for kind in largest for option in kind.options.values()])
     profiles: dict[tuple[str, str], LayerProfile] = {}
-    for kind in largest:
+    for kind, of_others in zip(largest, others, strict=True):
         block = BlockPlan(_HOST_DEGREE, running.links)
         schedule = PhasePlan(block, kind.pipeline.forward.groups, backward=False).schedule
         with gathered(kind.subject.experts.parameters):
             measured = profile(measuring, kind.subject, running.lanes, schedule)
-        others = measuring.timings(_gate_and_order(measuring.watch, kind) | _sums_of_gradients(kind, reduction))
         for name, option in kind.options.items():
             of_links = {each: links.timings[option.subject.link_name(each)] for each in option.subject.links}
             profiles[kind.subject.kind, name] = replace(
-                measured, operations={**of_links, **measured.operations, **others}
+                measured, operations={**of_links, **measured.operations, **of_others}
             )
     if not largest or is_serial(running.lanes):
         return profiles, links, Slowdowns({})
