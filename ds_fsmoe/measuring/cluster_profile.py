@@ -17,16 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.log import log_line
 from ds_fsmoe.measuring.cache import Measuring, Timeable
-from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, at_least, empty_task_ms, slowdowns
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.cost import LinearCost, fit
 from ds_fsmoe.planning.job.measured import Timing
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, REDUCE, Draft, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention
@@ -403,19 +404,11 @@ class _Profiler:
         """Return the largest size to time, the same on every rank. The four collectives of a link share one."""
         link = trial.operation.split(".")[0]
         what, aim_ms = (trial.operation, COMPUTING_AIM_MS) if trial.group is None else (link, LINK_AIM_MS)
-        largest = self._measuring.number(self._names.largest(what), lambda: float(self._grown(trial, what, aim_ms)))
+        largest = self._measuring.number(
+            self._names.largest(what), lambda: float(_grown(self._measuring.watch, trial, what, aim_ms))
+        )
         # An all-reduce sends what a reduce-scatter and an all-gather send.
         return max(FEWEST, int(largest) // (2 if trial.operation.endswith(".all_reduce") else 1))
-
-    def _grown(self, trial: Trial, what: str, aim_ms: float) -> int:
-        size = trial.first
-        while True:
-            (time_ms,) = self._measuring.watch.times_ms(f"how long {what} takes", [size], trial.prepare, trial.group)
-            factor = aim_ms / max(time_ms, 1e-6)
-            grown = min(trial.most, max(FEWEST, int(size * min(factor, _FARTHEST))))
-            if factor < _FARTHEST or grown == trial.most:
-                return grown
-            size = grown
 
     def _host_ms(self, timings: Mapping[str, Timing]) -> float:
         """Return the host cost of handing out a task and of waiting for those it depends on. Where the host issues
@@ -471,6 +464,18 @@ class _Profiler:
             log_line(sentence, details=details)
 
 
+def _grown(watch: Stopwatch, trial: Trial, what: str, aim_ms: float) -> int:
+    """Return the size that takes about ``aim_ms``, by timing larger and larger ones; the same on every rank."""
+    size = trial.first
+    while True:
+        (time_ms,) = watch.times_ms(f"how long {what} takes", [size], trial.prepare, trial.group)
+        factor = aim_ms / max(time_ms, 1e-6)
+        grown = min(trial.most, max(FEWEST, int(size * min(factor, _FARTHEST))))
+        if factor < _FARTHEST or grown == trial.most:
+            return grown
+        size = grown
+
+
 def _size_of(aim_ms: float, trial: Trial, timing: Timing) -> int:
     """Return a size that takes about this long, within the sizes that were timed."""
     steps = [round(each / trial.size_of_one) for each in timing.sizes]
@@ -486,3 +491,54 @@ def _five_tasks_a_chunk() -> Schedule:
     for kind, lane in lanes.items():
         after = [[draft.add(kind, lane, chunk=chunk, after=after[chunk])] for chunk in range(_HOST_CHUNKS)]
     return draft.finish()
+
+
+# ---- The same in a hurry, ahead of a job: each link's collectives and a product, for what depends on links
+
+
+LINKS_LIMIT_S = 3.0
+"""The time after which no further operation is timed."""
+_LINKS_AIM_MS = 20.0
+_FEW_PARTS = (16, 4, 1)
+
+
+def measure_links(
+    watch: Stopwatch, topology: Topology, dtype: torch.dtype, max_ctas: int | None = None
+) -> dict[str, Operation]:
+    """Measure the collectives of the links of this job, and a product, at three sizes each. Collective over all ranks
+    of the job.
+
+    Args:
+        watch: the stopwatch of this job.
+        topology, dtype, max_ctas: see :func:`profile_cluster`.
+
+    Raises:
+        MeasuringError: on every rank, if a measurement has failed, or all of them take longer than
+            :data:`LINKS_LIMIT_S`.
+    """
+    start_s, device, nodes = watch.host.perf_counter(), watch.device, _nodes(topology)
+    ranks_of = {"inter": len(nodes), "intra": min(map(len, nodes))}
+    links = [link for link in LINKS if ranks_of[link] > 1]
+    found, largest = {}, {}
+    kinds = [lane_groups(topology, link) for link in links]
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+        passing_communicators(kinds, "fsmoe_links", max_ctas) as groups,
+    ):
+        trials = computations(device, dtype, MAX_BYTES)[:1]
+        for link, group in zip(links, groups, strict=True):
+            trials += collectives(link, ranks_of[link], group, device, dtype, MAX_BYTES)
+        for trial in trials:
+            if watch.any_rank(watch.host.perf_counter() - start_s > LINKS_LIMIT_S):
+                raise MeasuringError(f"the links could not be measured within {LINKS_LIMIT_S:g} s")
+            what = trial.operation.split(".")[0]
+            if what not in largest:
+                largest[what] = _grown(watch, trial, what, _LINKS_AIM_MS)
+            most = largest[what] // (2 if trial.operation.endswith(".all_reduce") else 1)
+            sizes = at_least(3, (-(-max(FEWEST, most) // parts) for parts in _FEW_PARTS))
+            times_ms = watch.times_ms(trial.operation, sizes, trial.prepare, trial.group)
+            cost = fit([each * trial.size_of_one for each in sizes], times_ms).cost
+            assert isinstance(cost, LinearCost)
+            found[trial.operation] = Operation(cost, ranks_of.get(what))
+    return found

@@ -32,7 +32,6 @@ from ds_fsmoe.planning.workload import (
     layer_work,
 )
 
-
 _FEW, _FEW_AT_3 = 1, 3
 """The layers of a shape that are planned where not all are, and at ZeRO 3, where a layer waits for its neighbours'
 parameters."""
@@ -289,9 +288,7 @@ def step_ms(
     of_shape = dict(zip(job.shapes, layers, strict=True))
 
     def of_ms(zero: Zero, longer: Shape | None = None) -> float:
-        some = [
-            layer for shape, layer in of_shape.items() for _ in range(min(counts[shape], few + (shape == longer)))
-        ]
+        some = [layer for shape, layer in of_shape.items() for _ in range(min(counts[shape], few + (shape == longer)))]
         return planner.batch_ms(zero.plan(planner, schedule, some))
 
     def all_ms(zero: Zero) -> float:
