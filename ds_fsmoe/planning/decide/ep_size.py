@@ -36,8 +36,9 @@ _FEW, _FEW_AT_3 = 1, 3
 """The layers of a shape that are planned where not all are, and at ZeRO 3, where a layer waits for its neighbours'
 parameters."""
 
-_MOST_HIDDEN = 2.0
-"""How many times as long as the fastest a step may take in DeepSpeed's order and still be the fastest in ours."""
+_MOST_HIDDEN, _CLOSE = 2.0, 1.3
+"""How many times as long as the fastest a step may take in DeepSpeed's order and still be the fastest in ours, and how
+many times as long as the second and still be the second."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,8 @@ def likely_ep_sizes(
     fitting = sorted((each for each in in_turn if each.fits), key=lambda each: each.step_ms)
     if len(fitting) < 2:
         return in_turn
-    likely = [each for each in fitting if each in fitting[:2] or each.step_ms <= _MOST_HIDDEN * fitting[0].step_ms]
+    most_ms = max(_MOST_HIDDEN * fitting[0].step_ms, _CLOSE * fitting[1].step_ms)
+    likely = [each for each in fitting if each.step_ms <= most_ms]
     groups = {each.ep: each for each in job.layouts()}
     found = (
         replace(each, step_ms=step_ms(job, cluster, groups[each.ep], each.alltoall, schedule, plans_all=False))
