@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size
-from ds_fsmoe.engine.auto_ep_size import AutoEpSize, said_of
+from ds_fsmoe.engine.auto_ep_size import AutoEpSize, reason_of
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
 from ds_fsmoe.measuring.cache import Measurements, cluster_fingerprint, write_measurements
 from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json
@@ -131,14 +131,16 @@ class Times:
 
     def __enter__(self) -> Times:
         from ds_fsmoe.measuring.stopwatch import Stopwatch
+        from ds_fsmoe.measuring.stopwatch import Times as Timed
 
-        def times_ms(watch: Any, what: str, sizes: Any, prepare: Any, group: Any = None) -> list[float]:
+        def times(watch: Any, what: str, sizes: Any, prepare: Any, group: Any = None) -> Timed:
             self.timed.append(what)
             for size in sizes:
                 prepare(size)()
-            return [1e-6 * self.slope_of(what) * size for size in sizes]
+            found_ms = [1e-6 * self.slope_of(what) * size for size in sizes]
+            return Timed(found_ms, [], found_ms)
 
-        self._own, Stopwatch.times_ms = Stopwatch.times_ms, times_ms  # type: ignore[method-assign]
+        self._own, Stopwatch.times = Stopwatch.times, times  # type: ignore[method-assign]
         return self
 
     def slope_of(self, what: str) -> float:
@@ -147,7 +149,7 @@ class Times:
     def __exit__(self, *error: Any) -> None:
         from ds_fsmoe.measuring.stopwatch import Stopwatch
 
-        Stopwatch.times_ms = self._own  # type: ignore[method-assign]
+        Stopwatch.times = self._own  # type: ignore[method-assign]
 
 
 def measured(rank: int, world_size: int) -> dict[str, Any]:
@@ -231,7 +233,9 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
         assert made.choose() == size
         # A second one takes what is noted, and needs nothing of the first.
         assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == size
-        assert said_of(made.modules).startswith(f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of ")
+        assert reason_of(made.modules).startswith(
+            f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
+        )
 
 
 @pytest.mark.parametrize("length", [1, 16, 64, 100, 128, 200, 512, 4096])
@@ -309,7 +313,7 @@ def test_what_the_planner_does_not_know_leaves_the_largest_size_in_a_node(
     changes: dict[str, Any], sentence: str | None
 ) -> None:
     made = choice({"sequence_length": 4096}, **changes)
-    assert (made.choose(), said_of(made.modules) or None) == (2, sentence)
+    assert (made.choose(), reason_of(made.modules) or None) == (2, sentence)
 
 
 def test_a_configuration_without_the_choices_of_a_token_and_a_size_out_of_bounds_are_said(

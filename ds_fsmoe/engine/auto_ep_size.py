@@ -22,7 +22,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import Topology, rank_now, topology_of_size
-from ds_fsmoe.engine.shard_experts import note_ep_size, noted_ep_size, num_experts_of, sizes_of
+from ds_fsmoe.engine.shard_experts import expert_sizes_of, note_ep_size, noted_ep_size, num_experts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache, cluster_fingerprint
 from ds_fsmoe.measuring.cluster_profile import measure_links
@@ -33,7 +33,7 @@ from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size, likely_e
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.workload import CHOICES, Shape
 
-_SAID = "fsmoe_ep_size_said"
+_REASON = "fsmoe_ep_size_reason"
 """The attribute of a module of experts with the words about the choice."""
 
 
@@ -66,20 +66,20 @@ class AutoEpSize:
         samples, _ = _batch(self.ds_config, self.topology.world_size)
         lacking = "train_micro_batch_size_per_gpu" if samples is None else "sequence_length"
         if samples is None or self.block.sequence_length == "auto":
-            said = f'{self.cautious}, the largest inside a node: set "{lacking}" to have it chosen'
-            return self._note(self.cautious, said)
+            reason = f'{self.cautious}, the largest inside a node: set "{lacking}" to have it chosen'
+            return self._note(self.cautious, reason)
         try:
-            found, said = self._predicted(self._job())
+            found, reason = self._predicted(self._job())
         # Of sizes that the planner refuses every rank hears alike.
         except (MeasuringError, ValueError) as error:
             log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
             return self.cautious
         note_ep_size(self.modules, found)
-        return self._note(found, said)
+        return self._note(found, reason)
 
-    def _note(self, ep_size: int, said: str) -> int:
+    def _note(self, ep_size: int, reason: str) -> int:
         for each in self.modules:
-            setattr(each, _SAID, said)
+            setattr(each, _REASON, reason)
         return ep_size
 
     def _cannot_predict(self) -> bool:
@@ -107,7 +107,7 @@ class AutoEpSize:
         heads = getattr(config, "num_attention_heads", 1)
         shapes = []
         for module in self.modules:
-            sizes = sizes_of(module, self.dtype, 1, self.device)
+            sizes = expert_sizes_of(module, self.dtype, 1, self.device)
             shapes.append(
                 Shape(
                     *(samples, self.block.sequence_length, sizes.width, sizes.hidden, num_experts_of(module)),
@@ -161,12 +161,14 @@ class AutoEpSize:
         sizes = likely_ep_sizes(job, cluster, self.block.schedule, memory_of, most_bytes)
         choice = choose_ep_size(sizes)
         tokens = job.shapes[0].B * job.shapes[0].L
-        said = f"{choice.best.ep} of {', '.join(map(str, self.fitting))} for {tokens} tokens a micro-batch on {source}"
+        reason = (
+            f"{choice.best.ep} of {', '.join(map(str, self.fitting))} for {tokens} tokens a micro-batch on {source}"
+        )
         if choice.runner_up is not None:
-            said += f"; {choice.runner_up.ep} is predicted to take {choice.runner_up_costs:.2f}x"
+            reason += f"; {choice.runner_up.ep} is predicted to take {choice.runner_up_costs:.2f}x"
         elif not choice.best.fits:
-            said += "; no size is predicted to fit into memory"
-        return choice.best.ep, said
+            reason += "; no size is predicted to fit into memory"
+        return choice.best.ep, reason
 
     def _known_links(self) -> tuple[Cluster | None, str]:
         """Return the costs of the links, on rank 0, and where they are from; "" if nothing is known. Collective."""
@@ -189,9 +191,9 @@ class AutoEpSize:
         return cluster, from_first_rank(source)
 
 
-def said_of(modules: Iterable[nn.Module]) -> str:
-    """Return what was said when the size was chosen for these modules of experts; "" if it was not chosen."""
-    return next(filter(None, (getattr(each, _SAID, "") for each in modules)), "")
+def reason_of(modules: Iterable[nn.Module]) -> str:
+    """Return the size of these modules of experts with the reason for it; "" where there is none."""
+    return next(filter(None, (getattr(each, _REASON, "") for each in modules)), "")
 
 
 def _is_count(value: Any) -> bool:

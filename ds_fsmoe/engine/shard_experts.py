@@ -302,7 +302,7 @@ def num_experts_of(module: nn.Module) -> int:
 
 
 def note_ep_size(modules: Iterable[nn.Module], ep_size: int) -> None:
-    """Note the number of ranks that was chosen for modules of experts."""
+    """Keep the number of ranks that was chosen for modules of experts, on these."""
     for each in modules:
         setattr(each, _CHOSEN, ep_size)
 
@@ -323,7 +323,7 @@ def _chosen(
     asked = block.gradient_partition.asked_bytes
     found = pack_by_times(
         Stopwatch(device),
-        Counter(sizes_of(each, dtype, block.esp_size, device) for each in modules),
+        Counter(expert_sizes_of(each, dtype, block.esp_size, device) for each in modules),
         {each: layout(world_size_now(), each, block.esp_size, expert_before_data) for each in sizes},
         MICRO_OP_BYTES if asked is None else asked,
     )
@@ -342,7 +342,7 @@ def _chosen(
     return found.ep_size
 
 
-def sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device: torch.device) -> ExpertSizes:
+def expert_sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device: torch.device) -> ExpertSizes:
     """Return the sizes of a module that has all of its experts; ``sharing`` ranks will share each."""
     contract = contract_of(module)
     up = getattr(module, contract.up)

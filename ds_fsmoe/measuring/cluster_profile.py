@@ -493,28 +493,29 @@ def _five_tasks_a_chunk() -> Schedule:
     return draft.finish()
 
 
-# ---- The same in a hurry, ahead of a job: each link's collectives and a product, for what depends on links
+# ---- The same ahead of a job, of links and a product alone, within a few seconds
 
 
-LINKS_LIMIT_S = 3.0
+LINKS_LIMIT_S = 2.0
 """The time after which no further operation is timed."""
-_LINKS_AIM_MS = 20.0
+_LINKS_AIM_MS = 10.0
 _FEW_PARTS = (16, 4, 1)
+_LIKE = {"all_gather": ("all_to_all", 1), "all_reduce": ("all_gather", 2), "reduce_scatter": ("all_gather", 1)}
+"""A collective -> one that sends as much of a buffer, and how many times as long it takes by that."""
 
 
 def measure_links(
     watch: Stopwatch, topology: Topology, dtype: torch.dtype, max_ctas: int | None = None
 ) -> dict[str, Operation]:
     """Measure the collectives of the links of this job, and a product, at three sizes each. Collective over all ranks
-    of the job.
+    of the job. When :data:`LINKS_LIMIT_S` are over, the other collectives follow from those that were timed.
 
     Args:
         watch: the stopwatch of this job.
         topology, dtype, max_ctas: see :func:`profile_cluster`.
 
     Raises:
-        MeasuringError: on every rank, if a measurement has failed, or all of them take longer than
-            :data:`LINKS_LIMIT_S`.
+        MeasuringError: on every rank, if a measurement has failed, or not even the all-to-alls were timed by then.
     """
     start_s, device, nodes = watch.host.perf_counter(), watch.device, _nodes(topology)
     ranks_of = {"inter": len(nodes), "intra": min(map(len, nodes))}
@@ -529,16 +530,25 @@ def measure_links(
         trials = computations(device, dtype, MAX_BYTES)[:1]
         for link, group in zip(links, groups, strict=True):
             trials += collectives(link, ranks_of[link], group, device, dtype, MAX_BYTES)
-        for trial in trials:
+        places = ("gemm", "all_to_all", *_LIKE)
+        for trial in sorted(trials, key=lambda each: places.index(each.operation.split(".")[-1])):
+            what, _, collective = trial.operation.partition(".")
             if watch.any_rank(watch.host.perf_counter() - start_s > LINKS_LIMIT_S):
-                raise MeasuringError(f"the links could not be measured within {LINKS_LIMIT_S:g} s")
-            what = trial.operation.split(".")[0]
+                if collective not in _LIKE:
+                    raise MeasuringError(f"the links could not be measured within {LINKS_LIMIT_S:g} s")
+                other, factor = _LIKE[collective]
+                cost = found[f"{what}.{other}"].cost
+                found[trial.operation] = Operation(
+                    LinearCost(factor * cost.alpha_ms, factor * cost.beta_ms), ranks_of[what]
+                )
+                continue
             if what not in largest:
                 largest[what] = _grown(watch, trial, what, _LINKS_AIM_MS)
-            most = largest[what] // (2 if trial.operation.endswith(".all_reduce") else 1)
+            most = largest[what] // (2 if collective == "all_reduce" else 1)
             sizes = at_least(3, (-(-max(FEWEST, most) // parts) for parts in _FEW_PARTS))
-            times_ms = watch.times_ms(trial.operation, sizes, trial.prepare, trial.group)
-            cost = fit([each * trial.size_of_one for each in sizes], times_ms).cost
-            assert isinstance(cost, LinearCost)
-            found[trial.operation] = Operation(cost, ranks_of.get(what))
+            # Of few repetitions the fastest tells more than the one in the middle.
+            least_ms = watch.times(trial.operation, sizes, trial.prepare, trial.group).least_ms
+            fitted = fit([each * trial.size_of_one for each in sizes], least_ms).cost
+            assert isinstance(fitted, LinearCost)
+            found[trial.operation] = Operation(fitted, ranks_of.get(what))
     return found
