@@ -18,11 +18,14 @@ import torch
 pytest.importorskip("transformers")
 
 from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size
 from ds_fsmoe.engine.auto_ep_size import AutoEpSize, reason_of
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
 from ds_fsmoe.measuring.cache import Measurements, cluster_fingerprint, write_measurements
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.measuring.stopwatch import Times as Timed
 from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json
 from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
 from ds_fsmoe.planning.cost import LinearCost
@@ -123,33 +126,36 @@ def test_a_model_has_the_planners_size_in_whatever_way_it_is_made_and_trains_as_
                     assert loss == found[f"by hand, {size}"]
 
 
+SLOWEST = 1e-3 * 100.0 / (2 * 4)
+"""The pretended ms of a byte between nodes: a size of 1 is one number for each of two ranks."""
+
+
 class Times:
     """Lets operations take so long by their sizes in place of a stopwatch; the work itself is done once per size."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_in_time: int = 99) -> None:
         self.timed: list[str] = []
+        self._num_in_time = num_in_time
 
     def __enter__(self) -> Times:
-        from ds_fsmoe.measuring.stopwatch import Stopwatch
-        from ds_fsmoe.measuring.stopwatch import Times as Timed
-
         def times(watch: Any, what: str, sizes: Any, prepare: Any, group: Any = None) -> Timed:
             self.timed.append(what)
             for size in sizes:
                 prepare(size)()
-            found_ms = [1e-6 * self.slope_of(what) * size for size in sizes]
+            found_ms = [1e-3 * self.slope_of(what) * size for size in sizes]
             return Timed(found_ms, [], found_ms)
 
-        self._own, Stopwatch.times = Stopwatch.times, times  # type: ignore[method-assign]
+        self._own = Stopwatch.times, Stopwatch.any_rank
+        Stopwatch.times = times  # type: ignore[method-assign]
+        # The clock is not asked.
+        Stopwatch.any_rank = lambda *_: len(self.timed) >= self._num_in_time  # type: ignore[method-assign]
         return self
 
     def slope_of(self, what: str) -> float:
         return 1.0 if what.startswith("gemm") else 100.0 if "inter" in what else 10.0
 
     def __exit__(self, *error: Any) -> None:
-        from ds_fsmoe.measuring.stopwatch import Stopwatch
-
-        Stopwatch.times = self._own  # type: ignore[method-assign]
+        Stopwatch.times, Stopwatch.any_rank = self._own  # type: ignore[method-assign]
 
 
 def measured(rank: int, world_size: int) -> dict[str, Any]:
@@ -176,7 +182,13 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
         found["frozen"] = sizes_of(frozen, config_with(1))
         found["more"] = len(times.timed) - len(found["timed"])
     found["warned"] = [each for each in said.lines if "ep_size" in each]
-    own, auto_ep_size.measure_links = auto_ep_size.measure_links, fails_on_one_rank
+    few, own = topology_of_size(world_size, 2), auto_ep_size.measure_links
+    with Times(num_in_time=8) as times:
+        costs = own(Stopwatch(torch.device("cpu")), few, torch.float32)
+        found["in time"], found["by others"] = times.timed, {name: each.cost.beta_ms for name, each in costs.items()}
+    with Times(num_in_time=3) as times, pytest.raises(MeasuringError, match="could not be measured within"):
+        own(Stopwatch(torch.device("cpu")), few, torch.float32)
+    auto_ep_size.measure_links = fails_on_one_rank
     found["failed"] = sizes_of(model_of("olmoe"), config_with(1))
     auto_ep_size.measure_links = own
     found["warned of"] = [each for each in said.lines if "ep_size" in each]
@@ -184,8 +196,6 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def fails_on_one_rank(*args: Any, **options: Any) -> Any:
-    from ds_fsmoe.distributed.fail_together import raise_on_all_ranks
-
     with raise_on_all_ranks(None, "measuring links"):
         if torch.distributed.get_rank() == 1:
             raise OSError("no link")
@@ -208,6 +218,13 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
         assert found["more"] == 0
         assert found["warned"] == []
         assert found["failed"] == ({2}, None)
+        assert found["in time"][-1] == "inter.all_reduce"
+        assert {name: found["by others"][name] for name in ("inter.all_to_all", "inter.all_reduce")} == {
+            "inter.all_to_all": pytest.approx(SLOWEST),
+            "inter.all_reduce": pytest.approx(SLOWEST),
+        }
+        for name, times in (("all_to_all", 1), ("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
+            assert found["by others"][f"intra.{name}"] == pytest.approx(times * SLOWEST / 10)
     (warned,) = of_ranks[0]["warned of"]
     assert warned == ("ep_size = 2, the largest inside a node: rank 1 failed while measuring links: OSError: no link")
 

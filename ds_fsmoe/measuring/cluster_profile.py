@@ -404,11 +404,19 @@ class _Profiler:
         """Return the largest size to time, the same on every rank. The four collectives of a link share one."""
         link = trial.operation.split(".")[0]
         what, aim_ms = (trial.operation, COMPUTING_AIM_MS) if trial.group is None else (link, LINK_AIM_MS)
-        largest = self._measuring.number(
-            self._names.largest(what), lambda: float(_grown(self._measuring.watch, trial, what, aim_ms))
-        )
+        largest = self._measuring.number(self._names.largest(what), lambda: float(self._grown(trial, what, aim_ms)))
         # An all-reduce sends what a reduce-scatter and an all-gather send.
         return max(FEWEST, int(largest) // (2 if trial.operation.endswith(".all_reduce") else 1))
+
+    def _grown(self, trial: Trial, what: str, aim_ms: float) -> int:
+        size = trial.first
+        while True:
+            (time_ms,) = self._measuring.watch.times_ms(f"how long {what} takes", [size], trial.prepare, trial.group)
+            factor = aim_ms / max(time_ms, 1e-6)
+            grown = min(trial.most, max(FEWEST, int(size * min(factor, _FARTHEST))))
+            if factor < _FARTHEST or grown == trial.most:
+                return grown
+            size = grown
 
     def _host_ms(self, timings: Mapping[str, Timing]) -> float:
         """Return the host cost of handing out a task and of waiting for those it depends on. Where the host issues
@@ -464,18 +472,6 @@ class _Profiler:
             log_line(sentence, details=details)
 
 
-def _grown(watch: Stopwatch, trial: Trial, what: str, aim_ms: float) -> int:
-    """Return the size that takes about ``aim_ms``, by timing larger and larger ones; the same on every rank."""
-    size = trial.first
-    while True:
-        (time_ms,) = watch.times_ms(f"how long {what} takes", [size], trial.prepare, trial.group)
-        factor = aim_ms / max(time_ms, 1e-6)
-        grown = min(trial.most, max(FEWEST, int(size * min(factor, _FARTHEST))))
-        if factor < _FARTHEST or grown == trial.most:
-            return grown
-        size = grown
-
-
 def _size_of(aim_ms: float, trial: Trial, timing: Timing) -> int:
     """Return a size that takes about this long, within the sizes that were timed."""
     steps = [round(each / trial.size_of_one) for each in timing.sizes]
@@ -498,10 +494,12 @@ def _five_tasks_a_chunk() -> Schedule:
 
 LINKS_LIMIT_S = 2.0
 """The time after which no further operation is timed."""
-_LINKS_AIM_MS = 10.0
-_FEW_PARTS = (16, 4, 1)
-_LIKE = {"all_gather": ("all_to_all", 1), "all_reduce": ("all_gather", 2), "reduce_scatter": ("all_gather", 1)}
-"""A collective -> one that sends as much of a buffer, and how many times as long it takes by that."""
+_LEAST_MS = 10.0
+"""The least time of the largest size: what only starts up is shorter."""
+_LARGER = 4
+"""The ratio of a size to the next smaller one."""
+_LIKE = {"all_reduce": ("all_to_all", 2), "all_gather": ("all_to_all", 1), "reduce_scatter": ("all_gather", 1)}
+"""A collective -> one by which it can be told, and how many times as much of a buffer it sends."""
 
 
 def measure_links(
@@ -543,12 +541,22 @@ def measure_links(
                 )
                 continue
             if what not in largest:
-                largest[what] = _grown(watch, trial, what, _LINKS_AIM_MS)
-            most = largest[what] // (2 if collective == "all_reduce" else 1)
-            sizes = at_least(3, (-(-max(FEWEST, most) // parts) for parts in _FEW_PARTS))
+                largest[what] = _long_enough(watch, trial, start_s)
+            sizes = at_least(3, (max(1, largest[what] // _LARGER**step) for step in range(3)))
             # Of few repetitions the fastest tells more than the one in the middle.
             least_ms = watch.times(trial.operation, sizes, trial.prepare, trial.group).least_ms
             fitted = fit([each * trial.size_of_one for each in sizes], least_ms).cost
             assert isinstance(fitted, LinearCost)
             found[trial.operation] = Operation(fitted, ranks_of.get(what))
     return found
+
+
+def _long_enough(watch: Stopwatch, trial: Trial, start_s: float) -> int:
+    """Return the first size that takes so long that it shows what a byte takes; the same on every rank."""
+    size = trial.first
+    while size < trial.most and not watch.any_rank(watch.host.perf_counter() - start_s > LINKS_LIMIT_S):
+        (time_ms,) = watch.times_ms(f"how long {trial.operation} takes", [size], trial.prepare, trial.group)
+        if time_ms >= _LEAST_MS:
+            break
+        size = min(trial.most, _LARGER * size)
+    return size
