@@ -62,7 +62,7 @@ class AutoEpSize:
         if (noted := noted_ep_size(self.modules, self.fitting)) is not None:
             return noted
         if len(self.fitting) == 1 or self._cannot_predict():
-            return self.cautious
+            return self._note(self.cautious, "")
         samples, _ = _batch(self.ds_config, self.topology.world_size)
         lacking = "train_micro_batch_size_per_gpu" if samples is None else "sequence_length"
         if samples is None or self.block.sequence_length == "auto":
@@ -73,7 +73,7 @@ class AutoEpSize:
         # Of sizes that the planner refuses every rank hears alike.
         except (MeasuringError, ValueError) as error:
             log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
-            return self.cautious
+            return self._note(self.cautious, "")
         note_ep_size(self.modules, found)
         return self._note(found, reason)
 
