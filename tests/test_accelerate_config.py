@@ -125,6 +125,38 @@ def test_without_accelerate_nothing_is_found(monkeypatch) -> None:
         watch_block_again()
 
 
+@pytest.mark.parametrize(
+    ("block", "length", "expected"),
+    [
+        ({"enabled": True}, 77, 77),
+        ({"enabled": True, "sequence_length": "auto"}, 77, 77),
+        ({"enabled": True, "sequence_length": 5}, 77, 5),
+        ({"enabled": True}, None, None),
+        (None, 77, None),
+    ],
+)
+def test_the_length_of_trls_samples_is_that_of_the_block_unless_it_has_one(
+    block: dict[str, object] | None, length: int | None, expected: int | None
+) -> None:
+    pytest.importorskip("trl")
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+    from trl import SFTConfig
+
+    own, config = HfTrainerDeepSpeedConfig.trainer_config_process, {"train_micro_batch_size_per_gpu": "auto"}
+    written = config if block is None else config | {"fsmoe": block}
+    args, made = SFTConfig(output_dir="nowhere", max_length=length, use_cpu=True), HfTrainerDeepSpeedConfig(written)
+    leave_block_alone()
+    try:
+        made.trainer_config_process(args)
+    finally:
+        watch_block_again()
+    assert HfTrainerDeepSpeedConfig.trainer_config_process is own
+    found = made.config
+    assert found.get("fsmoe", {}).get("sequence_length") == expected
+    assert found["train_micro_batch_size_per_gpu"] == args.per_device_train_batch_size
+    assert written.get("fsmoe") == block, "the user's own config stays as it is"
+
+
 def test_null_is_auto_wherever_auto_may_stand() -> None:
     nulls = {key: dict.fromkeys(value) if isinstance(value, dict) else None for key, value in EVERY_AUTO.items()} | {
         "enabled": True

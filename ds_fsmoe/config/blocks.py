@@ -379,9 +379,15 @@ class FSMoEBlock(StrictShape):
     )
     ep_size: Count = Field(
         "auto",
-        description="ranks that share the experts of a Hugging Face model; auto: the largest divisor of the "
-        "experts inside a node. deepspeed.moe.layer.MoE has its own",
+        description="ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest where "
+        "sequence_length is known, else the largest divisor of the experts inside a node. deepspeed.moe.layer.MoE has "
+        "its own",
         examples=[8],
+    )
+    sequence_length: Count = Field(
+        "auto",
+        description="tokens of one sample in training, padding included, for the choice of ep_size; auto: not known",
+        examples=[4096],
     )
     esp_size: Int = Field(
         1,

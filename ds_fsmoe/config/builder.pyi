@@ -242,6 +242,7 @@ class Config(Written):
         dispatch: Literal["auto", "unpadded", "padded"] | None = ...,
         comm_dtype: Config.CommDtype | dict[str, Any] | Literal["model", "fp8"] = ...,
         ep_size: int | Literal["auto"] | None = ...,
+        sequence_length: int | Literal["auto"] | None = ...,
         expert_tensor_parallel_size: int = ...,
         num_chunks: Config.NumChunks | dict[str, Any] | int | Literal["auto"] | None = ...,
         gradient_partition: Config.GradientPartition | dict[str, Any] = ...,
@@ -275,8 +276,11 @@ class Config(Written):
             dispatch: unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert has;
                 auto: unpadded where nothing is dropped
             comm_dtype: dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)
-            ep_size: ranks that share the experts of a Hugging Face model; auto: the largest divisor of the experts
-                inside a node. deepspeed.moe.layer.MoE has its own
+            ep_size: ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest where
+                sequence_length is known, else the largest divisor of the experts inside a node. deepspeed.moe.layer.MoE
+                has its own
+            sequence_length: tokens of one sample in training, padding included, for the choice of ep_size; auto: not
+                known
             expert_tensor_parallel_size: ranks that share one expert, along its hidden width
             num_chunks: number of chunks into which the tokens of a layer are split
             gradient_partition: how dense gradients are sliced and when they are sent

@@ -32,6 +32,7 @@ from ds_fsmoe.distributed.fail_together import on_every_rank
 from ds_fsmoe.distributed.groups import sequence_ranks_of_mpu, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import gathered, is_shared_out
 from ds_fsmoe.distributed.topology import find_topology, world_size_now
+from ds_fsmoe.engine.auto_ep_size import AutoEpSize
 from ds_fsmoe.engine.restore_model import take_up
 from ds_fsmoe.engine.shard_experts import (
     adapters_of,
@@ -41,6 +42,7 @@ from ds_fsmoe.engine.shard_experts import (
     convert_wrappers,
     converted_class,
     eager_forward,
+    num_experts_of,
     packed_ep_size,
     shard_parameter,
     shards_of,
@@ -309,10 +311,14 @@ def ep_size_of(
     expert_before_data: bool,
     dtype: torch.dtype | None = None,
     num_stages: int | None = None,
+    *,
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
 ) -> int:
     """Return the number of ranks over which the experts of a model are spread; 1 for a model without experts.
 
-    Collective where the nodes have to be found, experts are packed by measurements, or the model has stages.
+    Collective where the nodes have to be found, experts are packed by measurements, links are measured, or the model
+    has stages.
 
     Args:
         block: the options.
@@ -322,6 +328,8 @@ def ep_size_of(
         dtype: the type in which experts will compute; ``None``: that of their weights.
         num_stages: the stages of a ``PipelineModule``; ``experts`` then belong to this rank's stage. The result fits
             the experts of all stages and is the same in each. ``None``: all ranks have the same experts.
+        model: the model.
+        ds_config: the whole DeepSpeed config.
 
     Raises:
         ConfigError: see :func:`chosen_ep_size` and :func:`~ds_fsmoe.engine.shard_experts.packed_ep_size`; on every
@@ -338,7 +346,11 @@ def ep_size_of(
         return packed_ep_size(block, experts.values(), fitting, device, expert_before_data, dtype)
     asked = block.topology.ranks_per_node
     topology = find_topology(None if asked == "auto" else asked)
-    return chosen_ep_size(block, num_experts, topology.world_size // (num_stages or 1), topology.ranks_per_node)
+    ep_size = chosen_ep_size(block, num_experts, topology.world_size // (num_stages or 1), topology.ranks_per_node)
+    if block.ep_size != "auto" or num_stages is not None or block.esp_size > 1:
+        return ep_size
+    fitting, modules = fitting_ep_sizes(block, num_experts, topology.world_size), list(experts.values())
+    return AutoEpSize(block, ds_config, model, modules, fitting, ep_size, topology, device, dtype).choose()
 
 
 def refuse_ep_size(block: FSMoEBlock) -> None:
@@ -352,12 +364,6 @@ def refuse_ep_size(block: FSMoEBlock) -> None:
             f"{BLOCK}.ep_size = {shown(block.ep_size)} applies to Hugging Face models, and this model has no such "
             "experts; set deepspeed.moe.layer.MoE(..., ep_size=...)"
         )
-
-
-def num_experts_of(module: nn.Module) -> int:
-    """Return the number of experts of a module over all ranks, also for a module that has only this rank's part."""
-    part = loaded_part(module) or part_of(module.down_proj)
-    return (shape_of(module.down_proj) or (0,))[0] if part is None else part.num_experts
 
 
 def convert_experts(

@@ -366,7 +366,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         running = LayerRuntime(block, device, expert_before_data, self.mpu)
         running.engine = weakref.ref(self)
         as_run = type_of_run(self.config, device.type)
-        ep_size = ep_size_of(block, experts, device, expert_before_data, as_run, num_stages)
+        ep_size = ep_size_of(
+            block, experts, device, expert_before_data, as_run, num_stages, model=model, ds_config=self.config
+        )
         for path, each in called.items() if ep_size * block.esp_size > 1 else ():
             refuse_hooks(path, each)
         layers: dict[str, ConvertedLayer] = {}

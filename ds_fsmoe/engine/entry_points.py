@@ -48,13 +48,12 @@ from ds_fsmoe.engine.convert_experts import (
     check_hugging_face,
     chosen_ep_size,
     find_experts,
-    num_experts_of,
 )
 from ds_fsmoe.engine.convert_layers import check_layers, check_parts, check_shards, find_layers, restore_stock
 from ds_fsmoe.engine.engine import FSMoEEngine, FSMoEPipelineEngine
 from ds_fsmoe.engine.restore_model import take_back
 from ds_fsmoe.engine.set_up import check_engine_stages, refused_on_all_stages, wait_for_all_ranks
-from ds_fsmoe.engine.shard_experts import check_shards_of_experts, wrappers_around
+from ds_fsmoe.engine.shard_experts import check_shards_of_experts, num_experts_of, wrappers_around
 from ds_fsmoe.engine.telemetry import claim_folders, watch_fsmoe, watch_stock
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.layer.stock_layer import StockMoE, check_containers

@@ -36,9 +36,14 @@ from ds_fsmoe.engine.convert_experts import (
     ep_size_of,
     find_experts,
     keep_own_weights,
-    num_experts_of,
 )
-from ds_fsmoe.engine.shard_experts import PEFT_COUNTS_ALL, share_out_over_replicas, tag_as_experts, type_of_run
+from ds_fsmoe.engine.shard_experts import (
+    PEFT_COUNTS_ALL,
+    num_experts_of,
+    share_out_over_replicas,
+    tag_as_experts,
+    type_of_run,
+)
 from ds_fsmoe.layer.experts_layer import leave_alone
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.log import log_on_rank_0
@@ -64,7 +69,7 @@ class Build:
     """
 
     def __init__(self, block: FSMoEBlock, ds_config: Mapping[str, Any], is_zero3: bool) -> None:
-        self.block, self.is_zero3 = block, is_zero3
+        self.block, self.is_zero3, self._ds_config = block, is_zero3, ds_config
         self._expert_before_data = not ds_config.get("use_data_before_expert_parallelism", False)
         self._dtype = type_of_run(ds_config, get_accelerator().device_name())
         self._ep_size = 1
@@ -101,7 +106,11 @@ class Build:
             return
         check_experts_modules(model, experts, {})
         device = torch.device(get_accelerator().current_device_name())
-        self._ep_size = ep_size = ep_size_of(self.block, experts, device, self._expert_before_data, self._dtype)
+        self._ep_size = ep_size = ep_size_of(
+            *(self.block, experts, device, self._expert_before_data, self._dtype),
+            model=model,
+            ds_config=self._ds_config,
+        )
         ranks = layout(world_size_now(), ep_size, 1, self._expert_before_data).group_of("ep", dist.get_rank())
         for name, module in experts.items():
             part = ExpertPart("stacked", num_experts_of(module), ep_size, ranks.index(dist.get_rank()))

@@ -275,13 +275,36 @@ def packed_ep_size(
         MeasuringError: on every rank, if a measurement has failed.
     """
     modules, sizes = list(experts), list(ep_sizes)
+    ep_size = noted_ep_size(modules, sizes)
+    if ep_size is None:
+        ep_size = _chosen(block, modules, sizes, device, expert_before_data, dtype)
+    note_ep_size(modules, ep_size)
+    return ep_size
+
+
+def noted_ep_size(modules: Iterable[nn.Module], sizes: Iterable[int]) -> int | None:
+    """Return the number of ranks that was chosen for modules of experts when they were made; ``None``: none was.
+
+    Args:
+        modules: the modules.
+        sizes: the numbers of ranks over which all of them can be spread.
+    """
+    modules = list(modules)
     loaded = {part.ep_size for each in modules if (part := loaded_part(each)) is not None}
     # With all experts on every rank there is no part to tell.
-    loaded |= {getattr(each, _CHOSEN, 0) for each in modules} & set(sizes)
-    ep_size = max(loaded) if loaded else _chosen(block, modules, sizes, device, expert_before_data, dtype)
+    return max(loaded | ({getattr(each, _CHOSEN, 0) for each in modules} & set(sizes)), default=None)
+
+
+def num_experts_of(module: nn.Module) -> int:
+    """Return the number of experts of a module over all ranks, also for a module that has only this rank's part."""
+    part = loaded_part(module) or part_of(module.down_proj)
+    return (shape_of(module.down_proj) or (0,))[0] if part is None else part.num_experts
+
+
+def note_ep_size(modules: Iterable[nn.Module], ep_size: int) -> None:
+    """Keep the number of ranks that was chosen for modules of experts, on these."""
     for each in modules:
         setattr(each, _CHOSEN, ep_size)
-    return ep_size
 
 
 def _chosen(
@@ -300,7 +323,7 @@ def _chosen(
     asked = block.gradient_partition.asked_bytes
     found = pack_by_times(
         Stopwatch(device),
-        Counter(_sizes_of(each, dtype, block.esp_size, device) for each in modules),
+        Counter(expert_sizes_of(each, dtype, block.esp_size, device) for each in modules),
         {each: layout(world_size_now(), each, block.esp_size, expert_before_data) for each in sizes},
         MICRO_OP_BYTES if asked is None else asked,
     )
@@ -319,7 +342,7 @@ def _chosen(
     return found.ep_size
 
 
-def _sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device: torch.device) -> ExpertSizes:
+def expert_sizes_of(module: nn.Module, dtype: torch.dtype | None, sharing: int, device: torch.device) -> ExpertSizes:
     """Return the sizes of a module that has all of its experts; ``sharing`` ranks will share each."""
     contract = contract_of(module)
     up = getattr(module, contract.up)

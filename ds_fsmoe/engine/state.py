@@ -21,6 +21,7 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.topology import Stages, world_size_now
+from ds_fsmoe.engine.auto_ep_size import reason_of
 from ds_fsmoe.engine.restore_model import forget_graph
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
@@ -401,6 +402,7 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
     orders = dict.fromkeys(
         order_words(each.degree, each.links, each.conversions) for pair in blocks for each in pair if each.degree > 1
     )
+    chosen = reason_of(state.layers.values())
     untuned = "off" if state.why_untuned is None else f"off: {state.why_untuned}"
     return {
         "schedule": (_describe_schedule(state, is_cut), True),
@@ -410,6 +412,7 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
             state.autotune is not None or state.why_untuned is not None,
         ),
         "links": (running.describe_links(list(orders)), is_cut or running.one_link is not None),
+        **({"ep_size": (chosen, True)} if chosen and block.ep_size == "auto" else {}),
         "expert_tensor_parallel_size": (str(block.esp_size), block.esp_size > 1),
         "gate": ("; ".join(gates), False),
         "order": (state.parts.order_name, False),

@@ -17,16 +17,17 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.log import log_line
 from ds_fsmoe.measuring.cache import Measuring, Timeable
-from ds_fsmoe.measuring.stopwatch import Prepare, empty_task_ms, slowdowns
+from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, at_least, empty_task_ms, slowdowns
 from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cluster_schema import UNITS
-from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.cost import LinearCost, fit
 from ds_fsmoe.planning.job.measured import Timing
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, REDUCE, Draft, Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention
@@ -486,3 +487,76 @@ def _five_tasks_a_chunk() -> Schedule:
     for kind, lane in lanes.items():
         after = [[draft.add(kind, lane, chunk=chunk, after=after[chunk])] for chunk in range(_HOST_CHUNKS)]
     return draft.finish()
+
+
+# ---- The same ahead of a job, of links and a product alone, within a few seconds
+
+
+LINKS_LIMIT_S = 2.0
+"""The time after which no further operation is timed."""
+_LEAST_MS = 10.0
+"""The least time of the largest size: what only starts up is shorter."""
+_LARGER = 4
+"""The ratio of a size to the next smaller one."""
+_LIKE = {"all_reduce": ("all_to_all", 2), "all_gather": ("all_to_all", 1), "reduce_scatter": ("all_gather", 1)}
+"""A collective -> one by which it can be told, and how many times as much of a buffer it sends."""
+
+
+def measure_links(
+    watch: Stopwatch, topology: Topology, dtype: torch.dtype, max_ctas: int | None = None
+) -> dict[str, Operation]:
+    """Measure the collectives of the links of this job, and a product, at three sizes each. Collective over all ranks
+    of the job. When :data:`LINKS_LIMIT_S` are over, the other collectives follow from those that were timed.
+
+    Args:
+        watch: the stopwatch of this job.
+        topology, dtype, max_ctas: see :func:`profile_cluster`.
+
+    Raises:
+        MeasuringError: on every rank, if a measurement has failed, or not even the all-to-alls were timed by then.
+    """
+    start_s, device, nodes = watch.host.perf_counter(), watch.device, _nodes(topology)
+    ranks_of = {"inter": len(nodes), "intra": min(map(len, nodes))}
+    links = [link for link in LINKS if ranks_of[link] > 1]
+    found, largest = {}, {}
+    kinds = [lane_groups(topology, link) for link in links]
+    with (
+        torch.random.fork_rng([device] if device.type == "cuda" else []),
+        torch.no_grad(),
+        passing_communicators(kinds, "fsmoe_links", max_ctas) as groups,
+    ):
+        trials = computations(device, dtype, MAX_BYTES)[:1]
+        for link, group in zip(links, groups, strict=True):
+            trials += collectives(link, ranks_of[link], group, device, dtype, MAX_BYTES)
+        places = ("gemm", "all_to_all", *_LIKE)
+        for trial in sorted(trials, key=lambda each: places.index(each.operation.split(".")[-1])):
+            what, _, collective = trial.operation.partition(".")
+            if watch.any_rank(watch.host.perf_counter() - start_s > LINKS_LIMIT_S):
+                if collective not in _LIKE:
+                    raise MeasuringError(f"the links could not be measured within {LINKS_LIMIT_S:g} s")
+                other, factor = _LIKE[collective]
+                cost = found[f"{what}.{other}"].cost
+                found[trial.operation] = Operation(
+                    LinearCost(factor * cost.alpha_ms, factor * cost.beta_ms), ranks_of[what]
+                )
+                continue
+            if what not in largest:
+                largest[what] = _long_enough(watch, trial, start_s)
+            sizes = at_least(3, (max(1, largest[what] // _LARGER**step) for step in range(3)))
+            # Of few repetitions the fastest tells more than the one in the middle.
+            least_ms = watch.times(trial.operation, sizes, trial.prepare, trial.group).least_ms
+            fitted = fit([each * trial.size_of_one for each in sizes], least_ms).cost
+            assert isinstance(fitted, LinearCost)
+            found[trial.operation] = Operation(fitted, ranks_of.get(what))
+    return found
+
+
+def _long_enough(watch: Stopwatch, trial: Trial, start_s: float) -> int:
+    """Return the first size that takes so long that it shows what a byte takes; the same on every rank."""
+    size = trial.first
+    while size < trial.most and not watch.any_rank(watch.host.perf_counter() - start_s > LINKS_LIMIT_S):
+        (time_ms,) = watch.times_ms(f"how long {trial.operation} takes", [size], trial.prepare, trial.group)
+        if time_ms >= _LEAST_MS:
+            break
+        size = min(trial.most, _LARGER * size)
+    return size

@@ -67,12 +67,20 @@ class Stopwatch:
         device: the device that runs them.
         group: the ranks that take part; ``None``: all of the job.
         host: the clock of this rank.
+        budget_s: the time limit for the repetitions of an operation; there are :data:`FEWEST` in any case.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None, host: Clock = HOST) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        host: Clock = HOST,
+        budget_s: float = BUDGET_S,
+    ) -> None:
         self.device = device
         self.group = group
         self.host = host
+        self._budget_s = budget_s
         self.num_timed = 0
         """The number of operations so far."""
         self.issues_ahead = device.type == "cuda"
@@ -123,7 +131,7 @@ class Stopwatch:
             self._round(*of_round, by_device)
         # The same on every rank.
         round_s = self._over_ranks([[self.host.perf_counter() - start_s]], None).item()
-        repeats = min(MOST, max(FEWEST, int(BUDGET_S / max(1e-6, round_s))))
+        repeats = min(MOST, max(FEWEST, int(self._budget_s / max(1e-6, round_s))))
         rounds = [self._round(*of_round, by_device) for _ in range(repeats)]
         of_ranks = self._over_ranks(rounds, group)
         least = of_ranks if group is not None else self._over_ranks(rounds, None, least=True)

@@ -55,6 +55,8 @@ from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_POSITIONS, MOST_WIDTH, NAMES_O
 
 GEMMS = {"gpt": 2, "mixtral": 3}
 """The matrix products of an expert: two layers, or the three of SwiGLU."""
+CHOICES = "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"
+"""The names of K in configurations of Hugging Face's models."""
 AllToAll = Literal["flat", "2dh", "node_deduplicated"]
 NODE_DEDUPLICATED: AllToAll = "node_deduplicated"
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", NODE_DEDUPLICATED)

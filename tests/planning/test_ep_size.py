@@ -27,6 +27,8 @@ from ds_fsmoe.planning.decide.ep_size import (
     alltoalls_of,
     choose_ep_size,
     ep_sizes,
+    likely_ep_sizes,
+    states_bytes,
     step_ms,
 )
 from ds_fsmoe.planning.decide.plan import Settings
@@ -160,6 +162,30 @@ def test_a_size_whose_memory_does_not_fit_is_not_chosen() -> None:
     tight = ep_sizes(job, links, SERIAL, needed, most_bytes)
     assert sum(each.fits for each in tight) == 2
     assert choose_ep_size(tight).best.ep >= 4, "more ranks keep fewer experts each"
+
+    for zero in range(4):
+        least = [states_bytes(replace(job, zero=zero), each, 12.0) for each in job.layouts()]
+        assert least == sorted(least, reverse=True)
+        most = [memory_of(model, each, replace(training, zero=zero)).total for each in job.layouts()]
+        assert all(0.2 * b < a < b for a, b in zip(least, most, strict=True)), zero
+
+
+DEEP = Shape(B=1, L=256, M=64, H=48, E=8, K=2, capacity_factor=None, ffn="mixtral", heads=4)
+
+
+@pytest.mark.parametrize(
+    ("zero", "length", "inter"), [(0, 256, 1e-4), (1, 2048, 1e-6), (2, 16, 1e-6), (3, 256, 1e-4), (3, 2048, 1e-6)]
+)
+def test_a_few_layers_of_each_shape_tell_what_all_of_them_take(zero: int, length: int, inter: float) -> None:
+    shape = replace(DEEP, L=length)
+    job = ExpertJob((*(shape,) * 5, replace(shape, H=96)), 4, 2, 400_000, zero=zero, micro_batches=2)
+    links = cluster(inter, 1e-6, 0.05, LinearCost(0.0, 1e-8))
+    whole = {each.ep: each for each in ep_sizes(job, links)}
+    few = {each.ep: each for each in likely_ep_sizes(job, links)}
+    assert all(each.step_ms == pytest.approx(whole[ep].step_ms, rel=0.06) for ep, each in few.items())
+    wanted, found = (choose_ep_size([*of.values()]) for of in (whole, few))
+    assert whole[found.best.ep].step_ms <= 1.02 * wanted.best.step_ms
+    assert found.runner_up_costs == pytest.approx(wanted.runner_up_costs, rel=0.06)
 
 
 @given(jobs())

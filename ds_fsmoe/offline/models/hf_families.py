@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from ds_fsmoe.offline.models.architecture import Attention, BlockExperts
+from ds_fsmoe.planning.workload import CHOICES
 from ds_fsmoe.untrusted import MOST_POSITIONS
 
 EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
-CHOICES = "num_experts_per_tok", "moe_topk", "moe_k"
 WIDTH = "moe_intermediate_size"
 
 
