@@ -159,7 +159,7 @@ class AutoEpSize:
             return states_bytes(job, groups, optimizer_bytes or 0.0)
 
         sizes = likely_ep_sizes(job, cluster, self.block.schedule, memory_of, most_bytes)
-        choice = choose_ep_size(sizes)
+        choice = choose_ep_size(sizes, self.cautious)
         tokens = job.shapes[0].B * job.shapes[0].L
         reason = (
             f"{choice.best.ep} of {', '.join(map(str, self.fitting))} for {tokens} tokens a micro-batch on {source}"

@@ -196,6 +196,17 @@ def test_where_links_and_products_start_and_send_for_free_all_sizes_are_alike(jo
     assert choose_ep_size(found).best.ep == min(each.ep for each in found if each.step_ms == found[0].step_ms)
 
 
+def test_the_usual_size_stays_unless_another_is_clearly_faster() -> None:
+    def chosen(*steps_ms: float) -> tuple[int, float | None]:
+        found = choose_ep_size([EpSize(1 << at, each, "flat") for at, each in enumerate(steps_ms)], usual=2)
+        return found.best.ep, found.runner_up_costs
+
+    assert chosen(100.0, 104.0, 300.0) == (2, 100 / 104)
+    assert chosen(100.0, 106.0, 300.0) == (1, 1.06)
+    assert chosen(300.0, 100.0, 96.0) == (2, 0.96)
+    assert chosen(300.0, 100.0, 94.0) == (4, 100 / 94)
+
+
 @given(jobs(), st.floats(1e-6, 1e-3), st.floats(0.0, 1.0))
 @settings(max_examples=15)
 def test_more_tokens_or_micro_batches_never_spread_experts_wider_over_like_links(

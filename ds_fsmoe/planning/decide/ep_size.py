@@ -32,6 +32,8 @@ from ds_fsmoe.planning.workload import (
     layer_work,
 )
 
+CLEARLY = 0.95
+"""The share of a step's predicted time below which another size is clearly faster."""
 _FEW, _FEW_AT_3 = 1, 3
 """The layers of a shape that are planned where not all are, and at ZeRO 3, where a layer waits for its neighbours'
 parameters."""
@@ -223,17 +225,19 @@ def likely_ep_sizes(
     return sorted(found, key=lambda each: each.ep)
 
 
-def choose_ep_size(sizes: Sequence[EpSize]) -> EpChoice:
+def choose_ep_size(sizes: Sequence[EpSize], usual: int | None = None) -> EpChoice:
     """Choose the fastest size that fits, the smaller one of two that are alike. Where none fits, it is the one that
     needs the least memory.
 
     Args:
         sizes: the predictions, ascending.
+        usual: the size that is kept unless another is predicted to take less than :data:`CLEARLY` of its time;
+            predictions are several percent off, and measured links differ from start to start. ``None``: there is none.
     """
     fitting = [each for each in sizes if each.fits]
     if not fitting:
         return EpChoice(min(sizes, key=lambda each: each.memory_bytes or 0.0), None)
-    best, *others = sorted(fitting, key=lambda each: each.step_ms)
+    best, *others = sorted(fitting, key=lambda each: (each.step_ms * (CLEARLY if each.ep == usual else 1), each.ep))
     return EpChoice(best, others[0] if others else None)
 
 
