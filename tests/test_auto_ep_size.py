@@ -260,7 +260,7 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
 def test_it_is_the_planners_choice_among_all_sizes(length: int, slopes: tuple[float, float]) -> None:
     made, cluster = choice({"sequence_length": length}), links(*slopes)
     found, said = made._planned(made._job(), cluster, "these links")
-    of_all = choose_ep_size(ep_sizes(made._job(), cluster))
+    of_all = choose_ep_size(ep_sizes(made._job(), cluster), made.cautious)
     assert found == of_all.best.ep
     assert said.endswith(f"; {of_all.runner_up.ep} is predicted to take {of_all.runner_up_costs:.2f}x")
 

@@ -211,7 +211,7 @@ STATEMENTS: dict[str, int] = {
     "offline": 5911,
     "ops": 736,
     "placement": 676,
-    "planning": 5218,
+    "planning": 5220,
     "routes": 471,
     "telemetry": 879,
     "terminal": 208,
