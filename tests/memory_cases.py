@@ -346,6 +346,7 @@ def kept_by_a_block(case: Case) -> float:
             for _ in range(3):  # what the first calls make stays: it is in no later call
                 for _ in range(2 * num_blocks):  # see peak_of
                     gc.collect()
+                linger()  # as below
                 before = memory.live
                 loss = engine(input_ids=x, labels=x).loss
                 gc.collect()

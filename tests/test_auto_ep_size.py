@@ -21,7 +21,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size
-from ds_fsmoe.engine.auto_ep_size import AutoEpSize, reason_of
+from ds_fsmoe.engine.auto_ep_size import AutoEpSize, forget_ep_size, reason_of
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
 from ds_fsmoe.measuring.cache import Measurements, cluster_fingerprint, write_measurements
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -253,6 +253,9 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
         assert reason_of(made.modules).startswith(
             f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
         )
+        # A model that has been given back knows nothing of it.
+        forget_ep_size(made.modules)
+        assert not any(name.startswith("fsmoe") for each in made.modules for name in vars(each))
 
 
 @pytest.mark.parametrize("length", [1, 16, 64, 100, 128, 200, 512, 4096])

@@ -201,7 +201,7 @@ STATEMENTS: dict[str, int] = {
     "components": 3431,
     "config": 735,
     "distributed": 803,
-    "engine": 4278,
+    "engine": 4286,
     "execution": 2456,
     "files": 607,
     "gradients": 1725,

@@ -22,7 +22,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import Topology, rank_now, topology_of_size
-from ds_fsmoe.engine.shard_experts import expert_sizes_of, note_ep_size, noted_ep_size, num_experts_of
+from ds_fsmoe.engine.shard_experts import CHOSEN, expert_sizes_of, note_ep_size, noted_ep_size, num_experts_of
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache, cluster_fingerprint
 from ds_fsmoe.measuring.cluster_profile import measure_links
@@ -194,6 +194,13 @@ class AutoEpSize:
 def reason_of(modules: Iterable[nn.Module]) -> str:
     """Return the size of these modules of experts with the reason for it; "" where there is none."""
     return next(filter(None, (getattr(each, _REASON, "") for each in modules)), "")
+
+
+def forget_ep_size(modules: Iterable[nn.Module]) -> None:
+    """Remove from modules of experts what was noted about the choice, also by expert packing."""
+    for each in modules:
+        vars(each).pop(_REASON, None)
+        vars(each).pop(CHOSEN, None)
 
 
 def _is_count(value: Any) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.engine import compat
+from ds_fsmoe.engine.auto_ep_size import forget_ep_size
 from ds_fsmoe.engine.convert_experts import (
     agree_on_forms,
     convert_experts,
@@ -392,6 +394,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         agree_on_forms(self._hf_layers, stage_group)
         log_table(self._hf_layers, model, len(stock), num_stages is not None)
         running.put_on_model += keep_whole(model, ep_size * block.esp_size > 1)
+        running.put_on_model.append(partial(forget_ep_size, [*experts.values()]))
         if num_stages is not None:
             make_groups_on_every_stage(model, layers, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group, self.gradient_accumulation_steps)

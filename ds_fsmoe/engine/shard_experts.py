@@ -218,7 +218,7 @@ def eager_forward(module: nn.Module, own_class: type[nn.Module]) -> OwnForward:
 # ATC'23)
 
 
-_CHOSEN = "fsmoe_packed_over"
+CHOSEN = "fsmoe_packed_over"
 """The attribute of a module of experts with the number of ranks that was chosen for it, before it has an engine."""
 _TYPES = {
     **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
@@ -292,7 +292,7 @@ def noted_ep_size(modules: Iterable[nn.Module], sizes: Iterable[int]) -> int | N
     modules = list(modules)
     loaded = {part.ep_size for each in modules if (part := loaded_part(each)) is not None}
     # With all experts on every rank there is no part to tell.
-    return max(loaded | ({getattr(each, _CHOSEN, 0) for each in modules} & set(sizes)), default=None)
+    return max(loaded | ({getattr(each, CHOSEN, 0) for each in modules} & set(sizes)), default=None)
 
 
 def num_experts_of(module: nn.Module) -> int:
@@ -304,7 +304,7 @@ def num_experts_of(module: nn.Module) -> int:
 def note_ep_size(modules: Iterable[nn.Module], ep_size: int) -> None:
     """Keep the number of ranks that was chosen for modules of experts, on these."""
     for each in modules:
-        setattr(each, _CHOSEN, ep_size)
+        setattr(each, CHOSEN, ep_size)
 
 
 def _chosen(
