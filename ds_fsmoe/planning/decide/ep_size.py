@@ -132,7 +132,7 @@ class EpSize:
     memory_bytes: float | None = None
     """The memory of a rank; ``None``: not known."""
     fits: bool = True
-    """Whether a rank has as much memory, as far as that is known."""
+    """False if a rank has less memory than that; True also where one of the two is not known."""
 
 
 @dataclass(frozen=True)
