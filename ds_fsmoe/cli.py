@@ -19,6 +19,7 @@ COMMANDS = {
     "env": "ds_fsmoe.offline.commands.env",
     "plan": "ds_fsmoe.offline.plan.command",
     "profile": "ds_fsmoe.offline.commands.profile",
+    "remembered": "ds_fsmoe.offline.commands.remembered",
     "report": "ds_fsmoe.offline.commands.report",
 }
 MOVED = {"scale": "benchmarks.simulations.scale", "simulate-paper": "benchmarks.simulations.paper"}

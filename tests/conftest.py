@@ -7,9 +7,12 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,7 @@ settings.register_profile("without_a_clock", deadline=None)
 settings.load_profile("without_a_clock")
 # One thread for each rank and test, as ranks share the cores and as sums keep their bits; read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+CACHE = Path(tempfile.gettempdir(), f"ds_fsmoe_tests_cache_{os.getpid()}")
 LEFT_OUT = pytest.StashKey[Counter[tuple[str, str]]]()
 # Marks -> what runs the tests that have them; the first that a test has counts.
 RUN_BY = {"slow": "make nightly", "long": "make test-long", "": "make test"}
@@ -69,6 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"needs {what}: {there}"))
 
 
+@pytest.hookimpl(tryfirst=True)  # ahead of fixtures, which may run jobs
+def pytest_runtest_setup() -> None:
+    """Give each test a cache folder of its own, so that no job knows what one of another test has learned."""
+    shutil.rmtree(CACHE, ignore_errors=True)
+    os.environ["XDG_CACHE_HOME"] = str(CACHE)
+
+
 def shuffle(items: list[pytest.Item], seed: str) -> None:
     """Reorder files, and the tests within each: a file's fixtures are made once."""
     keys = {item: random.Random(f"{seed} {item.nodeid}").random() for item in items}
@@ -91,7 +102,9 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let a worker of a run in several processes tell the one that reports; all of them collected the same tests."""
+    """Remove the cache, and let a worker of a run in several processes tell the one that reports what was left out; all
+    of them collected the same tests."""
+    shutil.rmtree(CACHE, ignore_errors=True)
     if hasattr(session.config, "workeroutput"):
         left_out = session.config.stash[LEFT_OUT]
         session.config.workeroutput["left_out"] = [(*key, count) for key, count in left_out.items()]

@@ -103,6 +103,7 @@ def _be_rank(function: Callable[..., Any], rank: int, world_size: int, folder: s
         "WORLD_SIZE": str(world_size),
         "LOCAL_SIZE": str(world_size),
         "DS_ACCELERATOR": "cpu",
+        "XDG_CACHE_HOME": f"{folder}/cache",  # the fork server has that of another test
     }
     import deepspeed
     import torch

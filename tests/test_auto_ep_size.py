@@ -17,19 +17,23 @@ import torch
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe import cli
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size
-from ds_fsmoe.engine.auto_ep_size import AutoEpSize, forget_ep_size, reason_of
+from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of, forget_ep_size
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
-from ds_fsmoe.measuring.cache import Measurements, cluster_fingerprint, write_measurements
+from ds_fsmoe.files import seen_batches
+from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, cluster_fingerprint, write_measurements
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.measuring.stopwatch import Times as Timed
 from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json
 from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.decide.ep_size import choose_ep_size, ep_sizes, states_bytes
+from ds_fsmoe.planning.decide.ep_size import EpSize, choose_ep_size, ep_sizes, states_bytes
+from ds_fsmoe.tuning import predicted_ep_size
+from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, Predictor, seen_of
 from tests.hf_families import NUM_EXPERTS, batch, config_of, loss_of, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -59,7 +63,7 @@ def kept(folder: Path, cluster: Cluster) -> None:
     fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(dist.get_world_size(), 2))
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
-        path = auto_ep_size.MeasurementCache(folder).file_of(fingerprint)
+        path = MeasurementCache(folder).file_of(fingerprint)
         write_measurements(path, fingerprint, Measurements(), cluster)
     dist.barrier()
 
@@ -181,18 +185,35 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
             each.requires_grad_(False)
         found["frozen"] = sizes_of(frozen, config_with(1))
         found["more"] = len(times.timed) - len(found["timed"])
+        found["learns"] = learned(rank, world_size, said)
     found["warned"] = [each for each in said.lines if "ep_size" in each]
-    few, own = topology_of_size(world_size, 2), auto_ep_size.measure_links
+    few, own = topology_of_size(world_size, 2), predicted_ep_size.measure_links
     with Times(num_in_time=8) as times:
         costs = own(Stopwatch(torch.device("cpu")), few, torch.float32)
         found["in time"], found["by others"] = times.timed, {name: each.cost.beta_ms for name, each in costs.items()}
     with Times(num_in_time=3) as times, pytest.raises(MeasuringError, match="could not be measured within"):
         own(Stopwatch(torch.device("cpu")), few, torch.float32)
-    auto_ep_size.measure_links = fails_on_one_rank
+    predicted_ep_size.measure_links = fails_on_one_rank
     found["failed"] = sizes_of(model_of("olmoe"), config_with(1))
-    auto_ep_size.measure_links = own
+    predicted_ep_size.measure_links = own
     found["warned of"] = [each for each in said.lines if "ep_size" in each]
     return found
+
+
+def learned(rank: int, world_size: int, said: Said) -> Any:
+    """Size and loss of a start after one that has not known its batches, by hand, and what was said between."""
+    losses, sizes, before = [], [], len(said.lines)
+    for block in ({}, {}, {"ep_size": 4}):
+        config = ds_config(1, topology={"ranks_per_node": 2}, autotune=False, **block)
+        engine = engine_of(model_of("olmoe"), config)
+        sizes.append(next(iter(engine.fsmoe.inner_layers.values())).ep_size)
+        for step in range(10):
+            loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
+            engine.backward(loss)
+            engine.step()
+        losses.append(loss.item())
+        engine.destroy()
+    return sizes, losses[1] == losses[2], said.lines[before:]
 
 
 def fails_on_one_rank(*args: Any, **options: Any) -> Any:
@@ -216,7 +237,12 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
         assert found["unknown"] == ({2}, '2, the largest inside a node: set "sequence_length" to have it chosen')
         assert found["frozen"] == ({2}, None)
         assert found["more"] == 0
-        assert found["warned"] == []
+        sizes, is_as_by_hand, lines = found["learns"]
+        assert (sizes, is_as_by_hand) == ([2, 4, 4], True)
+        assert [each.partition(" (")[0] for each in lines] == [
+            "ep_size: micro-batches have 16 tokens on average: the next start will use ep_size = 4"
+        ] * (found is of_ranks[0])
+        assert found["warned"] == found["learns"][2]
         assert found["failed"] == ({2}, None)
         assert found["in time"][-1] == "inter.all_reduce"
         assert {name: found["by others"][name] for name in ("inter.all_to_all", "inter.all_reduce")} == {
@@ -250,7 +276,7 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
         assert made.choose() == size
         # A second one takes what is noted, and needs nothing of the first.
         assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == size
-        assert reason_of(made.modules).startswith(
+        assert choice_of(made.modules).reason.startswith(
             f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
         )
         # A model that has been given back knows nothing of it.
@@ -261,11 +287,9 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
 @pytest.mark.parametrize("length", [1, 16, 64, 100, 128, 200, 512, 4096])
 @pytest.mark.parametrize("slopes", [(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
 def test_it_is_the_planners_choice_among_all_sizes(length: int, slopes: tuple[float, float]) -> None:
-    made, cluster = choice({"sequence_length": length}), links(*slopes)
-    found, said = made._planned(made._job(), cluster, "these links")
-    of_all = choose_ep_size(ep_sizes(made._job(), cluster), made.cautious)
-    assert found == of_all.best.ep
-    assert said.endswith(f"; {of_all.runner_up.ep} is predicted to take {of_all.runner_up_costs:.2f}x")
+    made, cluster = choice({})._predictor(length), links(*slopes)
+    found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
+    assert seen_of(found, length) == seen_of(of_all, length)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +313,7 @@ def test_the_samples_of_a_micro_batch_are_those_of_deepspeeds_config(
 def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:
     config = ds_config(2) | {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 5}
     made = choice({"sequence_length": 7}, ds_config=config)
-    job = made._job()
+    job = made._predictor(7).job
     assert {(each.B, each.L, each.M, each.H, each.E, each.K, each.ffn, each.heads) for each in job.shapes} == {
         (3, 7, 32, 24, NUM_EXPERTS, 2, "mixtral", 4)
     }
@@ -298,25 +322,28 @@ def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:
     assert job.num_dense + of_experts == sum(each.numel() for each in made.model.parameters())
 
 
-def test_a_size_that_does_not_fit_into_memory_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, cluster = choice({"sequence_length": 4096}), links(SLOW, FAST)
-    job = made._job()
+def test_a_size_that_does_not_fit_into_memory_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.json").write_text(json.dumps(cluster_as_json(links(SLOW, FAST))))
+    block = {"sequence_length": 4096, "trace": {"cluster": str(tmp_path / "mine.json")}}
+    made, own = choice(block), AutoEpSize._predictor
+    job = own(made, 4096).job
     found = {g.ep: states_bytes(job, g, 0.0) for g in job.layouts()}
     assert found[1] > found[2] > found[4]
+    assert made.choose() == 1
     most = SimpleNamespace(total_memory=(found[1] + found[2]) / 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: most)
-    assert made._planned(job, cluster, "links")[0] == 1
-    on_gpu = replace(made, device=torch.device("cuda"))
-    assert on_gpu._planned(job, cluster, "links")[0] == 2
+    on_gpu = torch.device("cuda")
+    monkeypatch.setattr(AutoEpSize, "_predictor", lambda self, length: replace(own(self, length), device=on_gpu))
+    assert choice(block).choose() == 2
     most.total_memory = 1.0
-    assert on_gpu._planned(job, cluster, "links") == (
-        4,
-        "4 of 1, 2, 4 for 4096 tokens a micro-batch on links; no size is predicted to fit into memory",
+    assert (least := choice(block)).choose() == 4
+    assert choice_of(least.modules).reason == (
+        "4 of 1, 2, 4 for 4096 tokens a micro-batch on the links of mine; no size is predicted to fit into memory"
     )
     # What the host keeps is in no memory of the device.
     away = ds_config(1)
     away["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    assert replace(on_gpu, ds_config=away)._planned(job, cluster, "links")[0] == 1
+    assert choice(block, ds_config=away).choose() == 1
 
 
 @pytest.mark.parametrize(
@@ -333,7 +360,7 @@ def test_what_the_planner_does_not_know_leaves_the_largest_size_in_a_node(
     changes: dict[str, Any], sentence: str | None
 ) -> None:
     made = choice({"sequence_length": 4096}, **changes)
-    assert (made.choose(), reason_of(made.modules) or None) == (2, sentence)
+    assert (made.choose(), choice_of(made.modules).reason or None) == (2, sentence)
 
 
 def test_a_configuration_without_the_choices_of_a_token_and_a_size_out_of_bounds_are_said(
@@ -345,3 +372,161 @@ def test_a_configuration_without_the_choices_of_a_token_and_a_size_out_of_bounds
     assert "the configuration of OlmoeForCausalLM has none of num_experts_per_tok, " in caplog.text
     assert choice({"sequence_length": 10**15}).choose() == 2
     assert "L = 1000000000000000: must be at most" in caplog.text
+
+
+# ---- what a run sees of its batches
+
+
+def lengths(length: int, **known: bool) -> BatchLengths:
+    """What compares the batches of a job on these links, which has this length and 2 ranks for its experts."""
+    known = {"is_known": True, "is_given": False} | known
+    return BatchLengths(choice({})._predictor(length), 2, "L00", **known)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens for which sizes are predicted, on made-up links."""
+    found: list[int] = []
+
+    def predicted(self: Predictor, usual: int) -> tuple[list[EpSize], str]:
+        found.append(self.tokens)
+        return self.planned(links(SLOW, FAST), usual), "these links"
+
+    monkeypatch.setattr(Predictor, "predicted", predicted)
+    return found
+
+
+def run_step(seen: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned: bool = True) -> None:
+    """A step of forwards, each with a batch of one part or of several."""
+    for parts in of_batches:
+        seen.begin_forward(has_batch=True)
+        for tokens in (parts,) if isinstance(parts, int) else parts:
+            call(seen, tokens)
+    seen.step_is_over(is_tuned)
+
+
+def call(seen: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:
+    seen.watch(SimpleNamespace(is_training=is_training, label=label, x=torch.empty(1, tokens, 1)))
+
+
+def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
+    asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO, "ds_fsmoe")
+    seen = lengths(1, is_known=False)
+    for _ in range(10):
+        run_step(seen, 3096, 5096)
+    assert asked == [4096]
+    (line,) = (each.message for each in caplog.records if "next start" in each.message)
+    assert "micro-batches have 4096 tokens on average: the next start will use ep_size = 1 (predicted to be " in line
+    started = choice({})
+    assert started.choose() == 1
+    assert choice_of(started.modules).reason.startswith(
+        "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw; "
+    )
+    # Another batch, model or cluster is another job, and nothing is known of it.
+    others: list[dict[str, Any]] = [
+        {"ds_config": ds_config(1) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}},
+        {"ds_config": ds_config(1) | {"gradient_accumulation_steps": 4}},
+        {"ds_config": ds_config(3)},
+        {"topology": topology_of_size(4, 4)},
+    ]
+    for other in others:
+        unknown = choice({}, **other)
+        assert (unknown.choose(), "set" in choice_of(unknown.modules).reason) == (2, True)
+    exact = choice({"deterministic": True, "trace": {"cluster": "testbed_b"}})
+    assert (exact.choose(), "set" in choice_of(exact.modules).reason) == (2, True)
+    # It can be looked at and forgotten.
+    assert cli.main(["remembered"]) == 0
+    listed = capsys.readouterr().out
+    name, *numbers = listed.splitlines()[-1].split()
+    assert numbers[:3] == ["2", str(NUM_EXPERTS), "4"]
+    assert numbers[-6:-2] == ["4096", "1", "2", "takes"]
+    assert cli.main(["remembered", "--forget", "other"]) == 1
+    assert cli.main(["remembered", "--forget", name]) == 0
+    assert choice({}).choose() == 2
+    capsys.readouterr()
+    assert cli.main(["remembered"]) == 0
+    assert capsys.readouterr().out == "nothing is remembered\n"
+
+
+def test_a_damaged_or_an_old_file_is_ignored_with_a_line(
+    asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for damage, words in (
+        ('"format": 1', "has format 2"),
+        ('"tokens": 4096', "counts of 1 to"),
+        ("{", "cannot be read"),
+    ):
+        seen = lengths(1, is_known=False)
+        for _ in range(10):
+            run_step(seen, 4096)
+        (file,) = seen_batches.all_files()
+        number = damage.partition(": ")[2]
+        file.write_text(file.read_text().replace(damage, damage.replace(number, "2" if number == "1" else "-4"), 1))
+        if damage == "{":
+            file.write_text("{")
+        assert choice({}).choose() == 2
+        assert "what the last run has learned is ignored: " in caplog.text
+        assert words in caplog.text
+        assert cli.main(["remembered"]) == 0
+        assert "ignored: " in capsys.readouterr().out
+        file.unlink()
+        caplog.clear()
+
+
+def test_batches_about_as_long_as_assumed_need_no_prediction_and_others_do(asked: list[int]) -> None:
+    seen = lengths(1000)
+    steps_until_10, then_100 = [800, 1200], [700]
+    for _ in range(10):
+        run_step(seen, *steps_until_10)
+    assert asked == []
+    for _ in range(90):
+        run_step(seen, *then_100)
+    assert asked == [700]
+    # From then on those are what is assumed; it looks at steps 1000, 2000, ...
+    for _ in range(900):
+        run_step(seen, 700)
+    for _ in range(1000):
+        run_step(seen, 300)
+    assert asked == [700, 300]
+
+
+def test_it_waits_for_plans_and_counts_each_batch_once(asked: list[int]) -> None:
+    seen = lengths(1)
+    for _ in range(25):
+        run_step(seen, 500, is_tuned=False)
+    assert asked == []
+    seen.begin_forward(has_batch=False)
+    call(seen, 10_000)  # the rows of a rank without a batch are made up
+    seen.begin_forward(has_batch=True)
+    call(seen, 10_000, is_training=False)
+    call(seen, 10_000, label="L01")
+    call(seen, 500)
+    run_step(seen, (250, 250))
+    assert asked == [500]
+
+
+def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
+    asked: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "ds_fsmoe")
+    seen = lengths(128, is_given=True)
+    for batches in (120, 128, 140, 140):
+        for _ in range(10 if batches == 120 else 90 if batches == 128 else 1000):
+            run_step(seen, batches)
+    assert asked == [140]
+    (line,) = (each.message for each in caplog.records)
+    assert line.endswith(
+        "micro-batches have 140 tokens on average, 140 at the most, and sequence_length = 128 tells 128; 2 is "
+        "predicted to be the best size all the same"
+    )
+    caplog.clear()
+    seen = lengths(128, is_given=True)
+    for _ in range(10):
+        run_step(seen, 4000, 4192)
+    (line,) = (each.message for each in caplog.records)
+    assert "4192 at the most, and sequence_length = 128 tells 128: 1 is predicted to be " in line
+    assert line.endswith('times as fast as 2; set "sequence_length": 4096 and restart from a checkpoint to have it')
+    # What the config has is not remembered.
+    assert list(seen_batches.all_files()) == []

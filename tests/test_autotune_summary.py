@@ -192,16 +192,6 @@ def test_hints_name_what_limits_and_what_to_try() -> None:
     assert "gains little" not in " ".join(hints([row()], busy, outcome(1.5, 1.4, 1.6)))
 
 
-def test_a_larger_ep_size_is_named_where_it_is_predicted_to_gain_more_than_a_tenth() -> None:
-    def said(**more: dict[int, float]) -> list[str]:
-        return hints([row()], replace(told(), **more), Outcome(1.0))
-
-    (line,) = said(spread_ms={2: 300.0, 4: 120.0, 8: 100.0})
-    assert line.startswith("ep_size = 8 instead of 2: a step is predicted to be 3.00 times as fast")
-    assert said(spread_ms={2: 100.0, 4: 95.0}) == []
-    assert said(spread_ms={2: 100.0, 4: 300.0}) == []
-
-
 def test_a_job_that_was_too_short_says_so_at_its_end() -> None:
     assert "ended after 7 steps, before measuring begins (step 10)" in too_short(Outcome(), 7, True, False)
     assert "during trials, so 6 s of measuring were lost" in too_short(Outcome(6.0), 3, False, True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,22 +18,32 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.contract import numel_of
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, raise_on_all_ranks
-from ds_fsmoe.distributed.nccl import why_one_link
-from ds_fsmoe.distributed.topology import Topology, rank_now, topology_of_size
+from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine.shard_experts import CHOSEN, expert_sizes_of, note_ep_size, noted_ep_size, num_experts_of
+from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
-from ds_fsmoe.measuring.cache import MeasurementCache, cluster_fingerprint
-from ds_fsmoe.measuring.cluster_profile import measure_links
-from ds_fsmoe.measuring.stopwatch import Stopwatch
-from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
-from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size, likely_ep_sizes, states_bytes
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size
 from ds_fsmoe.planning.workload import CHOICES, Shape
+from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, Predictor, seen_of
+from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps
 
-_REASON = "fsmoe_ep_size_reason"
-"""The attribute of a module of experts with the words about the choice."""
+_NOTE = "fsmoe_ep_size_choice"
+"""The attribute of a module of experts with the :class:`Choice` of its ``ep_size``."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Holds what is known of a choice, for the start table and for the engine that compares batches with it."""
+
+    reason: str = ""
+    """The words about it; "" where there is nothing to choose."""
+    predictor: Predictor | None = None
+    """What predicts the job again; ``None``: nothing can."""
+    is_known: bool = False
+    """Whether the predictor has a length that batches are expected to have."""
+    is_given: bool = False
+    """Whether the config has that length."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +71,42 @@ class AutoEpSize:
         if (noted := noted_ep_size(self.modules, self.fitting)) is not None:
             return noted
         if len(self.fitting) == 1 or self._cannot_predict():
-            return self._note(self.cautious, "")
+            return self._note(self.cautious)
         samples, _ = _batch(self.ds_config, self.topology.world_size)
-        lacking = "train_micro_batch_size_per_gpu" if samples is None else "sequence_length"
-        if samples is None or self.block.sequence_length == "auto":
-            reason = f'{self.cautious}, the largest inside a node: set "{lacking}" to have it chosen'
-            return self._note(self.cautious, reason)
-        try:
-            found, reason = self._predicted(self._job())
+        if samples is None:
+            return self._usual("train_micro_batch_size_per_gpu")
+        is_given = self.block.sequence_length != "auto"
         # Of sizes that the planner refuses every rank hears alike.
+        try:
+            predictor, unfit = self._predictor(self.block.sequence_length if is_given else 1), ""
+            if is_given:
+                sizes, source = predictor.predicted()
+                choice = choose_ep_size(sizes, self.cautious)
+                seen = seen_of(choice, predictor.tokens)
+                unfit = "" if choice.best.fits else "; no size is predicted to fit into memory"
+            else:
+                seen, source = predictor.learned(), "what the last run saw"
+                if seen is None or seen.ep_size not in self.fitting:
+                    return self._usual("sequence_length", predictor)
         except (MeasuringError, ValueError) as error:
+            if not is_given:
+                return self._usual("sequence_length")
             log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
-            return self._note(self.cautious, "")
-        note_ep_size(self.modules, found)
-        return self._note(found, reason)
+            return self._note(self.cautious)
+        others = ", ".join(map(str, self.fitting))
+        reason = f"{seen.ep_size} of {others} for {seen.tokens} tokens a micro-batch on {source}{unfit}"
+        if seen.runner_up is not None:
+            reason += f"; {seen.runner_up} is predicted to take {seen.runner_up_costs:.2f}x"
+        note_ep_size(self.modules, seen.ep_size)
+        return self._note(seen.ep_size, Choice(reason, predictor.for_tokens(seen.tokens), True, is_given))
 
-    def _note(self, ep_size: int, reason: str) -> int:
+    def _usual(self, lacking: str, predictor: Predictor | None = None) -> int:
+        reason = f'{self.cautious}, the largest inside a node: set "{lacking}" to have it chosen'
+        return self._note(self.cautious, Choice(reason, predictor))
+
+    def _note(self, ep_size: int, choice: Choice | None = None) -> int:
         for each in self.modules:
-            setattr(each, _REASON, reason)
+            setattr(each, _NOTE, choice or Choice())
         return ep_size
 
     def _cannot_predict(self) -> bool:
@@ -91,8 +118,8 @@ class AutoEpSize:
         by_timings = self.block.trace.cluster is None
         return is_frozen or not in_turn or not expert_before_data or (self.block.deterministic and by_timings)
 
-    def _job(self) -> ExpertJob:
-        """Return the job.
+    def _predictor(self, length: int) -> Predictor:
+        """Return the predictor of the job whose samples have a length.
 
         Raises:
             ValueError: a size is out of bounds, or the model's configuration does not say how many experts a token has.
@@ -110,7 +137,7 @@ class AutoEpSize:
             sizes = expert_sizes_of(module, self.dtype, 1, self.device)
             shapes.append(
                 Shape(
-                    *(samples, self.block.sequence_length, sizes.width, sizes.hidden, num_experts_of(module)),
+                    *(samples, length, sizes.width, sizes.hidden, num_experts_of(module)),
                     K=num_choices,
                     capacity_factor=None,
                     ffn="mixtral" if sizes.has_gate else "gpt",
@@ -120,7 +147,7 @@ class AutoEpSize:
             )
         zero = self.ds_config.get("zero_optimization") or {}
         numel = sum(numel_of(each) for each in self.model.parameters())
-        return ExpertJob(
+        job = ExpertJob(
             tuple(shapes),
             world,
             self.topology.ranks_per_node,
@@ -129,77 +156,41 @@ class AutoEpSize:
             micro_batches=micro_batches,
             overlap_comm=zero.get("overlap_comm") is not False,
         )
-
-    def _predicted(self, job: ExpertJob) -> tuple[int, str]:
-        """Return the chosen size, and what was chosen from what.
-
-        Raises:
-            MeasuringError: on every rank, if links could not be measured, or there is no prediction.
-        """
-        cluster, source = self._known_links()
-        if not source:
-            source = "measured links"
-            max_ctas = None if self.block.max_ctas == "auto" else self.block.max_ctas
-            dtype = self.dtype or next(self.modules[0].parameters()).dtype
-            operations = measure_links(Stopwatch(self.device, budget_s=0.0), self.topology, dtype, max_ctas)
-            cluster = _cluster_of(operations, self.topology)
-        found = 0, ""
-        with raise_on_all_ranks(None, "predicting a step with each ep_size"):
-            if rank_now() == 0:
-                assert cluster is not None
-                found = self._planned(job, cluster, source)
-        return from_first_rank(found)
-
-    def _planned(self, job: ExpertJob, cluster: Cluster, source: str) -> tuple[int, str]:
-        optimizer_bytes, most_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes), None
-        if self.device.type == "cuda" and optimizer_bytes is not None:
-            most_bytes = float(torch.cuda.get_device_properties(self.device).total_memory)
-
-        def memory_of(groups: Groups) -> float:
-            return states_bytes(job, groups, optimizer_bytes or 0.0)
-
-        sizes = likely_ep_sizes(job, cluster, self.block.schedule, memory_of, most_bytes)
-        choice = choose_ep_size(sizes, self.cautious)
-        tokens = job.shapes[0].B * job.shapes[0].L
-        reason = (
-            f"{choice.best.ep} of {', '.join(map(str, self.fitting))} for {tokens} tokens a micro-batch on {source}"
-        )
-        if choice.runner_up is not None:
-            reason += f"; {choice.runner_up.ep} is predicted to take {choice.runner_up_costs:.2f}x"
-        elif not choice.best.fits:
-            reason += "; no size is predicted to fit into memory"
-        return choice.best.ep, reason
-
-    def _known_links(self) -> tuple[Cluster | None, str]:
-        """Return the costs of the links, on rank 0, and where they are from; "" if nothing is known. Collective."""
-        block, cluster, source = self.block, None, ""
-        # Each rank has its own name of the folder; the first rank decides whether there is one.
-        is_kept = not block.deterministic and from_first_rank(block.autotune.cache_dir is not None)
-        fingerprint = None
-        if is_kept:
-            max_ctas = None if block.max_ctas == "auto" else block.max_ctas
-            one_link = self.device.type == "cuda" and why_one_link() is not None
-            fingerprint = cluster_fingerprint(self.device, self.topology, max_ctas=max_ctas, one_link=one_link)
-        with raise_on_all_ranks(None, "reading the costs of links"):
-            if rank_now() == 0 and fingerprint is not None:
-                cache = MeasurementCache(Path(block.autotune.cache_dir or ""))
-                if cache.read(fingerprint) is not None:
-                    cluster, source = load_cluster(str(cache.file_of(fingerprint))), "links measured before"
-            if rank_now() == 0 and cluster is None and block.trace.cluster is not None:
-                cluster = load_cluster(block.trace.cluster)
-                source = f"the links of {cluster.name}"
-        return cluster, from_first_rank(source)
+        dtype = self.dtype or next(self.modules[0].parameters()).dtype
+        optimizer_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes)
+        return Predictor(self.block, job, self.topology, self.device, dtype, optimizer_bytes)
 
 
-def reason_of(modules: Iterable[nn.Module]) -> str:
-    """Return the size of these modules of experts with the reason for it; "" where there is none."""
-    return next(filter(None, (getattr(each, _REASON, "") for each in modules)), "")
+def choice_of(modules: Iterable[nn.Module]) -> Choice:
+    """Return what these modules of experts have noted; an empty choice where there is none."""
+    return next((found for each in modules if (found := getattr(each, _NOTE, None)) is not None), Choice())
+
+
+def watched_lengths(
+    modules: Sequence[nn.Module], ds_config: Mapping[str, Any], ep_size: int, label: str, running: LayerRuntime
+) -> BatchLengths | None:
+    """Return what compares the batches of an engine with the length that its ``ep_size`` was chosen for; ``None`` where
+    there was nothing to choose, or where the job is over too soon.
+
+    Args:
+        modules: the modules of experts.
+        ds_config: the whole DeepSpeed config.
+        ep_size: the size that was chosen.
+        label: the label of the first of the modules.
+        running: what layers run with.
+    """
+    choice, steps = choice_of(modules), known_steps(running.block, ds_config)
+    if choice.predictor is None or (steps is not None and steps < FEWEST_STEPS):
+        return None
+    found = BatchLengths(choice.predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
+    running.instruments.append(found.watch)
+    return found
 
 
 def forget_ep_size(modules: Iterable[nn.Module]) -> None:
     """Remove from modules of experts what was noted about the choice, also by expert packing."""
     for each in modules:
-        vars(each).pop(_REASON, None)
+        vars(each).pop(_NOTE, None)
         vars(each).pop(CHOSEN, None)
 
 
@@ -227,12 +218,3 @@ def _optimizer_bytes(ds_config: Mapping[str, Any], number_bytes: int) -> float |
         return None
     kind = str((ds_config.get("optimizer") or {}).get("type", "")).lower()
     return 4.0 * (number_bytes < 4) + 8.0 * ("adam" in kind)
-
-
-def _cluster_of(operations: Mapping[str, Operation], topology: Topology) -> Cluster:
-    """Return a cluster of measured links. What no size of ``ep_size`` changes is at the rate of a product, or takes no
-    time."""
-    gemm = operations["gemm"]
-    others = {"attention": gemm, "routing": gemm} | dict.fromkeys(("softmax", "order"), Operation(LinearCost(0.0, 0.0)))
-    nodes = topology.node_sizes
-    return Cluster("measured", len(nodes), nodes[0], {**operations, **others})

@@ -43,7 +43,7 @@ from ds_fsmoe.distributed.groups import FSMoEGroups, sizes_of_mpu
 from ds_fsmoe.distributed.partitioned import fence_gathers
 from ds_fsmoe.distributed.topology import Stages
 from ds_fsmoe.engine import compat
-from ds_fsmoe.engine.auto_ep_size import forget_ep_size
+from ds_fsmoe.engine.auto_ep_size import forget_ep_size, watched_lengths
 from ds_fsmoe.engine.convert_experts import (
     agree_on_forms,
     convert_experts,
@@ -214,6 +214,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         clock, is_training = None, self.module.training
         if is_training:
             self.fsmoe.before_forward()
+            if self.fsmoe.lengths is not None:
+                self.fsmoe.lengths.begin_forward(has_batch)
             clock = self.fsmoe.running.step_clock
         if clock is not None:
             clock.begin_forward()
@@ -398,6 +400,9 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if num_stages is not None:
             make_groups_on_every_stage(model, layers, running)
         self.fsmoe = FSMoEState(block, layers, parts, running, stage_group, self.gradient_accumulation_steps)
+        self.fsmoe.lengths = watched_lengths(
+            [*experts.values()], self.config, ep_size, next((each.label for each in self._hf_layers), ""), running
+        )
         self.fsmoe.why_untuned = untuned
         if untuned is not None and needs_numbers(asked):
             log_on_rank_0(

@@ -21,7 +21,7 @@ from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config, fac
 from ds_fsmoe.distributed.fail_together import on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from ds_fsmoe.distributed.topology import Stages, world_size_now
-from ds_fsmoe.engine.auto_ep_size import reason_of
+from ds_fsmoe.engine.auto_ep_size import choice_of
 from ds_fsmoe.engine.restore_model import forget_graph
 from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.engine.telemetry import Telemetry
@@ -46,6 +46,7 @@ from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
 from ds_fsmoe.tuning.drift import BatchWatch, PredictionWatch, StepComparison
 from ds_fsmoe.tuning.micro_ops import MicroOps, chunks_by_bytes
+from ds_fsmoe.tuning.predicted_ep_size import BatchLengths
 from ds_fsmoe.two_batch.splitter import Splitter
 from ds_fsmoe.versions import VERSION
 
@@ -90,6 +91,8 @@ class FSMoEState:
         """The gather of updated parameters, where it is ours."""
         self.why_untuned: str | None = None
         """The reason why nothing is measured, though nobody has turned that off."""
+        self.lengths: BatchLengths | None = None
+        """What compares batches with the length that ``ep_size`` was chosen for, where it was chosen."""
         self.splitter: Splitter | None = None
         """The splitter, which runs blocks by sub-batches, where that may be."""
         self.why_whole = ""
@@ -306,9 +309,10 @@ class FSMoEState:
         self._chunk_by_rule()
         if self.running.step_clock is not None:
             self.running.step_clock.step_is_over()
+        is_tuned = self.autotune is None or self.autotune.is_settled
+        if self.lengths is not None:
+            self.lengths.step_is_over(is_tuned)
         if self.placement_watch is not None:
-            tuner = self.autotune
-            is_tuned = tuner is None or tuner.is_settled
             self.placement_watch.step_is_over(next_step, is_tuned)
         if self.autotune is not None and self.autotune.trials is not None:
             is_settled = self.autotune.trial_is_over()
@@ -402,7 +406,7 @@ def what_runs(state: FSMoEState) -> dict[str, tuple[str, bool]]:
     orders = dict.fromkeys(
         order_words(each.degree, each.links, each.conversions) for pair in blocks for each in pair if each.degree > 1
     )
-    chosen = reason_of(state.layers.values())
+    chosen = choice_of(state.layers.values()).reason
     untuned = "off" if state.why_untuned is None else f"off: {state.why_untuned}"
     return {
         "schedule": (_describe_schedule(state, is_cut), True),

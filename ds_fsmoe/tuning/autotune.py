@@ -284,12 +284,12 @@ class Autotune:
         if len(plans) > 2 and stages is not None and plans[0].of_stages == plans[1].of_stages:
             # Where sending late changes nothing on any stage, the second is the first.
             del plans[1]
-        others = self._on_first(model.other_layouts) if stages is None else ({}, {})
+        sharded_ms = self._on_first(model.sharded_ms) if stages is None else {}
         self.result = TuningResult(measured=measured, job=model.job, dense_ms=dense_ms)
         rounds = self._start(model, plans, reduction)
         self.result.took_s = self.result.outcome.took_s = time.perf_counter() - start_s
         self._become(self._settled() if rounds is None else Trying(rounds))
-        self._log_result(why_again, *others)
+        self._log_result(why_again, sharded_ms)
 
     def _settled(self) -> Settled:
         return Settled("" if self.result.rows else "no layer was called")
@@ -360,15 +360,14 @@ class Autotune:
                 decided = [decide()]
         return from_first_rank(decided, self._group)[0]
 
-    def _log_result(self, why_again: str | None, sharded: Mapping[int, float], spread: Mapping[int, float]) -> None:
+    def _log_result(self, why_again: str | None, sharded_ms: Mapping[int, float]) -> None:
         result, measured, trials = self.result, self.result.measured, self.trials
         assert result.step is not None
         assert measured is not None
         result.context = TuningContext(
             step=result.step,
             slowed=measured.slowed,
-            sharded_ms=sharded,
-            spread_ms=spread,
+            sharded_ms=sharded_ms,
             esp_size=self._block.esp_size,
             why_again=why_again,
             is_tried=trials is not None,

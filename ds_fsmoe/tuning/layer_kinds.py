@@ -30,7 +30,6 @@ from ds_fsmoe.measuring.profiler import ProfiledLayer
 from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.groups import Fanout, counted_fanout, expected_fanout
 from ds_fsmoe.planning.job.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
-from ds_fsmoe.planning.job.what_if import sizes_from
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.workload import AllToAll
 
@@ -137,13 +136,6 @@ class LayersToMeasure:
     """All kinds of layers, the same on every rank that has them and in the same order."""
     largest: list[LayerKind]
     """The kinds that are measured: what is known of a large capacity holds for smaller ones."""
-
-    @property
-    def may_be_spread_more(self) -> bool:
-        """Return True if the experts of all layers could be on more ranks than they are."""
-        found = [kind.pipeline.forward.groups for kind in self.kinds]
-        num_experts = [kind.subject.num_experts for kind in self.kinds]
-        return len({each.ep for each in found}) == 1 and len(sizes_from(found[0], num_experts)) > 1
 
 
 def find_layers_to_measure(

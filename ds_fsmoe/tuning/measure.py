@@ -141,9 +141,8 @@ def measure(
     cache = None if block.autotune.cache_dir is None else MeasurementCache(Path(block.autotune.cache_dir))
     # Each rank has its own name of the folder; the first rank decides whether there is one.
     is_kept = from_first_rank(cache is not None)
-    # It takes as long as all the rest, and no plan follows from it: only whether experts are on the right ranks.
+    # It takes as long as all the rest, and no plan follows from it.
     wants_cluster = block.autotune.enabled is True or is_kept or block.record.dir is not None
-    wants_cluster = wants_cluster or (group is None and found.may_be_spread_more)
     known, source = _known(everyone, cache if reads_cache else None, fingerprint)
     with progress_on_rank_0("autotune: measuring", unit="operations") as progress:
         for_all, of_stage = (Measuring(watch, known, lambda _: progress()) for watch in (everyone, stage))

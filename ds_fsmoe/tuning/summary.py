@@ -23,8 +23,6 @@ from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 LITTLE = 0.03
 """The share of a step below which a part of it is not worth a hint."""
-MUCH = 0.1
-"""The share of a step that another ``ep_size`` has to gain by what is predicted, as it needs another start."""
 _MOST_NAMES = 2
 MOST_ROWS = 8
 """Rows of layers, each with two lines, on the screen without details."""
@@ -289,16 +287,6 @@ def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list
             f"{step.exposed_ms:.4g} ms of a step are gradients without an idle link: more gradient_accumulation_steps "
             "send less often"
         )
-    if context.spread_ms:
-        (as_is, as_is_ms), (size, least_ms) = (
-            next(iter(context.spread_ms.items())),
-            min(context.spread_ms.items(), key=itemgetter(1)),
-        )
-        if as_is_ms - least_ms > MUCH * as_is_ms:
-            found.append(
-                f"ep_size = {size} instead of {as_is}: a step is predicted to be {as_is_ms / least_ms:.2f} times as "
-                "fast (checkpoints can be resumed with it)"
-            )
     best = min(context.sharded_ms.items(), key=itemgetter(1), default=None)
     as_is = context.sharded_ms.get(context.esp_size)
     if best is not None and as_is is not None and as_is - best[1] > LITTLE * step.chosen_ms:

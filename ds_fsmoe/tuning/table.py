@@ -7,7 +7,7 @@ The autotuner calls it after measuring, and again once plans are settled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +88,6 @@ class TuningContext:
     """The reason for measuring again."""
     is_tried: bool = False
     """Whether trials follow: steps with these and other plans, after which the fastest is kept."""
-    spread_ms: Mapping[int, float] = field(default_factory=dict)
-    """EP size -> the time of a step by the cluster's numbers: the current size first, then larger ones."""
 
 
 def rows_of_plan(
@@ -348,11 +346,6 @@ def _step(context: TuningContext) -> list[str]:
         lines.append(
             "  experts' parts of a step with another fsmoe.expert_tensor_parallel_size, by the cluster's numbers: "
             f"{sizes}"
-        )
-    if len(context.spread_ms) > 1:
-        sizes = ", ".join(f"{size} {time_ms:.3f} ms" for size, time_ms in context.spread_ms.items())
-        lines.append(
-            f"  a step with experts over more ranks (ep_size), by the cluster's numbers, as it is first: {sizes}"
         )
     return lines
 

@@ -23,7 +23,6 @@ from ds_fsmoe.planning.decide.plan import Planner
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest
 from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.decide.step_time import StageTimes, StepTimes, other_esp_sizes, predict_step, stage_times
-from ds_fsmoe.planning.job.what_if import larger_ep_sizes
 from ds_fsmoe.tuning.measure import Measured
 from ds_fsmoe.tuning.table import Row, describe_plan, measured_job
 
@@ -161,23 +160,18 @@ class TunedModel:
             return StageTimes(*self._rest_ms, self._rest_ms[1])
         return stage_times(self.search.planner, plan).times
 
-    def other_layouts(self) -> tuple[dict[int, float], dict[int, float]]:
-        """Predict the times of other layouts of the same ranks, by the cluster's numbers where those were measured.
-
-        Returns:
-            ESP size -> the time of the experts' parts of a step; EP size -> the time of a step, the size as it is
-            first, then larger ones.
-        """
+    def sharded_ms(self) -> dict[int, float]:
+        """Return ESP size -> the predicted time of the experts' parts of a step, by the cluster's numbers; empty where
+        those were not measured."""
         job, search, cluster = self.job, self.search, self.measured.cluster
         if world_size_now() == 1 or cluster is None:
-            return {}, {}
+            return {}
         counted = [
             (len(kind.labels), kind.groups, kind.shape, job.costs_of(kind, next(iter(kind.alltoalls))))
             for kind in job.kinds
         ]
         per_node = self.measured.topology.ranks_per_node
-        sharded = other_esp_sizes(search.planner, search.request.space, cluster, counted, per_node)
-        return sharded, larger_ep_sizes(replace(job, micro_batches=self._num_micro_batches), cluster)
+        return other_esp_sizes(search.planner, search.request.space, cluster, counted, per_node)
 
 
 # ---- the plans of pipeline stages: each stage plans for its own layers, and all of them try the plans of one number in

@@ -5,7 +5,6 @@ that fits into memory. What it needs is known before a model is built: shapes, t
 More ranks leave fewer gradients and parameters of experts to send, and each token more rows. Which of them takes longer
 depends on the tokens of a micro-batch, on the micro-batches and on the links. So every size is planned as training
 would run it, by the planner's own search: chunks, orders, windows of gradients, ZeRO's collectives and the all-to-all.
-:func:`~ds_fsmoe.planning.job.what_if.larger_ep_sizes` asks the same of a job that was recorded.
 """
 
 from __future__ import annotations
@@ -199,6 +198,7 @@ def likely_ep_sizes(
     schedule: str = BEST,
     memory_of: Callable[[Groups], float] | None = None,
     most_bytes: float | None = None,
+    usual: int | None = None,
 ) -> list[EpSize]:
     """Predict a step with those sizes that may be the fastest two, ascending, in about a second for deep models.
 
@@ -207,6 +207,7 @@ def likely_ep_sizes(
 
     Args:
         job, cluster, schedule, memory_of, most_bytes: see :func:`ep_sizes`.
+        usual: a size that is predicted in any case, if it fits; ``None``: none is.
 
     Raises:
         ValueError: the cluster lacks a number for every size.
@@ -216,7 +217,7 @@ def likely_ep_sizes(
     if len(fitting) < 2:
         return in_turn
     most_ms = max(_MOST_HIDDEN * fitting[0].step_ms, _CLOSE * fitting[1].step_ms)
-    likely = [each for each in fitting if each.step_ms <= most_ms]
+    likely = [each for each in fitting if each.step_ms <= most_ms or each.ep == usual]
     groups = {each.ep: each for each in job.layouts()}
     found = (
         replace(each, step_ms=step_ms(job, cluster, groups[each.ep], each.alltoall, schedule, plans_all=False))

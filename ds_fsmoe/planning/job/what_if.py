@@ -9,23 +9,19 @@ all-to-alls are planned from the job's own costs. For other changes,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_fsmoe.planning.block import Links
-from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.candidates import Search
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan import Planner, mode_of
 from ds_fsmoe.planning.decide.plan_requests import Degree, PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, preset
-from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
-from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE, NODE_DEDUPLICATED, AllToAll
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 
 _TURNS = 22
 """The halvings by which a number is found that explains a measured time."""
@@ -209,54 +205,3 @@ def _least_that_takes(predicted_ms: Callable[[float], float], wanted_ms: float, 
         middle = (low + high) / 2
         low, high = (low, middle) if predicted_ms(middle) >= wanted_ms else (middle, high)
     return high
-
-
-# ---- the same job with its experts spread over more ranks
-#
-# More ranks make all-to-alls longer and experts' gradients fewer, and each rank keeps fewer experts. Which is faster
-# depends on the links, and on the tokens of a step, which are unknown before a job has run.
-
-
-def sizes_from(groups: Groups, num_experts: Sequence[int]) -> list[int]:
-    """Return the possible EP sizes, ascending from the current one.
-
-    Args:
-        groups: the current groups of the layers.
-        num_experts: the numbers of experts of the layers.
-    """
-    return [
-        ep
-        for ep in range(groups.ep, groups.stage // groups.esp + 1)
-        if groups.stage % (ep * groups.esp) == 0 and not any(each % ep for each in num_experts)
-    ]
-
-
-def larger_ep_sizes(job: RecordedJob, cluster: Cluster) -> dict[int, float]:
-    """Predict a step of a job with its EP size, and with larger ones.
-
-    Args:
-        job: the job, with costs.
-        cluster: the costs of collectives among other ranks.
-
-    Returns:
-        EP size -> the ms of a step with the fastest possible all-to-all, the current size first.
-        Sizes that the cluster has no numbers for are left out; empty if no other size is left.
-    """
-    layouts = {(kind.groups.ep, kind.groups.esp) for kind in job.kinds}
-    sizes = sizes_from(job.kinds[0].groups, [kind.shape.num_experts for kind in job.kinds]) if len(layouts) == 1 else []
-    if len(sizes) < 2:
-        return {}
-    # Empty slots are sent as well, so padded dispatch is never node-deduplicated.
-    has_rows = all(kind.shape.num_tokens is not None for kind in job.kinds)
-    alltoalls: tuple[AllToAll | None, ...] = (None, NODE_DEDUPLICATED) if has_rows else (None,)
-
-    def step_ms(ep: int, alltoall: AllToAll | None) -> float:
-        try:
-            other = on_other_ranks(job, cluster, OtherRanks(ep=ep, alltoall=alltoall))
-        except ValueError:
-            return math.inf
-        return WhatIf(other).by_schedule(job.schedule).step_ms
-
-    found = {ep: min(step_ms(ep, each) for each in alltoalls) for ep in sizes}
-    known = {ep: ms for ep, ms in found.items() if math.isfinite(ms)}
-    return known if len(known) > 1 and sizes[0] in known else {}

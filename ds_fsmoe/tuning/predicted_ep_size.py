@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts a job with its experts over each possible number of ranks: before it runs, to choose ``ep_size``, and once
+its batches are known, to choose that of the next start.
+
+Links have the costs that an earlier run has measured, those of a cluster file, or they are measured at that moment.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ds_fsmoe.components.gate import in_backward
+from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, on_every_rank, raise_on_all_ranks
+from ds_fsmoe.distributed.nccl import why_one_link
+from ds_fsmoe.distributed.topology import Topology, rank_now
+from ds_fsmoe.files.seen_batches import SeenBatches, UselessSeenError, remember, remembered
+from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.measuring.cache import MeasurementCache, cluster_fingerprint
+from ds_fsmoe.measuring.cluster_profile import measure_links
+from ds_fsmoe.measuring.stopwatch import Stopwatch
+from ds_fsmoe.observing.instruments import LayerCall
+from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
+from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide.ep_size import (
+    EpChoice,
+    EpSize,
+    ExpertJob,
+    choose_ep_size,
+    likely_ep_sizes,
+    states_bytes,
+)
+from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.tuning.when import STEPS_BEFORE
+
+OFF = 0.2
+"""The share by which tokens of a micro-batch may differ from what was assumed before sizes are predicted again."""
+_MOST_STEPS = 1000
+"""The optimizer steps from one look at the batches to the next, at the most."""
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts a job with each size. All methods but :meth:`planned` are collective over all ranks of the job."""
+
+    block: FSMoEBlock
+    job: ExpertJob
+    """The job. Its length is 1 where that is not known."""
+    topology: Topology
+    device: torch.device
+    dtype: torch.dtype
+    """The type in which experts compute."""
+    optimizer_bytes: float | None
+    """The optimizer's bytes per element; ``None``: the host has a part of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch of a rank."""
+        return self.job.shapes[0].B * self.job.shapes[0].L
+
+    def for_tokens(self, tokens: float) -> Predictor:
+        """Return predictions of the same job whose micro-batches have about so many tokens."""
+        shapes = tuple(replace(each, L=max(1, round(tokens / each.B))) for each in self.job.shapes)
+        return replace(self, job=replace(self.job, shapes=shapes))
+
+    def predicted(self, usual: int | None = None) -> tuple[list[EpSize], str]:
+        """Return what is predicted of the likely sizes, ascending, and what costs of links it is from; the same on
+        every rank.
+
+        Args:
+            usual: a size that is among them in any case.
+
+        Raises:
+            MeasuringError: on every rank, if links could not be measured, or there is no prediction.
+        """
+        cluster, source = self._known_links()
+        if not source:
+            source = "measured links"
+            operations = measure_links(
+                Stopwatch(self.device, budget_s=0.0), self.topology, self.dtype, self._max_ctas()
+            )
+            cluster = _cluster_of(operations, self.topology)
+        found: list[EpSize] = []
+        with raise_on_all_ranks(None, "predicting a step with each ep_size"):
+            if rank_now() == 0:
+                assert cluster is not None
+                found = self.planned(cluster, usual)
+        return from_first_rank(found), source
+
+    def planned(self, cluster: Cluster, usual: int | None = None) -> list[EpSize]:
+        """Predict the likely sizes on a cluster, on this rank; see :meth:`predicted`.
+
+        Raises:
+            ValueError: the cluster lacks a number for every size.
+        """
+        most_bytes = None
+        if self.device.type == "cuda" and self.optimizer_bytes is not None:
+            most_bytes = float(torch.cuda.get_device_properties(self.device).total_memory)
+
+        def memory_of(groups: Groups) -> float:
+            return states_bytes(self.job, groups, self.optimizer_bytes or 0.0)
+
+        return likely_ep_sizes(self.job, cluster, self.block.schedule, memory_of, most_bytes, usual)
+
+    def learned(self) -> SeenBatches | None:
+        """Return what the last run of this job has learned; ``None``: nothing, or it must not be used. A line names a
+        useless file."""
+        if self.block.deterministic:
+            return None
+        key, found = self._key(), None
+        with raise_on_all_ranks(None, "reading what the last run has learned"):
+            if rank_now() == 0:
+                try:
+                    found = remembered(key)
+                except UselessSeenError as error:
+                    log_on_rank_0(f"ep_size: what the last run has learned is ignored: {error}", logging.WARNING)
+        return from_first_rank(found)
+
+    def keep(self, seen: SeenBatches) -> None:
+        """Keep what was learned for the next start of this job."""
+        key = self._key()
+        if rank_now() == 0 and not self.block.deterministic:
+            try:
+                remember(key, seen)
+            except (OSError, RuntimeError) as error:
+                log_on_rank_0(f"ep_size: the next start will not know of this: {error}", logging.WARNING)
+
+    def _key(self) -> dict[str, Any]:
+        """Return what a job is known by: all but the length of its samples."""
+        job = self.job
+        layers = Counter(replace(each, L=1) for each in job.shapes)
+        return {
+            "layers": [{"count": count, **asdict(shape)} for shape, count in layers.items()],
+            "dense": job.num_dense,
+            "ranks": job.world,
+            "ranks_per_node": job.ranks_per_node,
+            "hosts": list(dict.fromkeys(on_every_rank(socket.gethostname()))),
+            "zero": job.zero,
+            "samples": job.shapes[0].B,
+            "micro_batches": job.micro_batches,
+            "schedule": self.block.schedule,
+        }
+
+    def _known_links(self) -> tuple[Cluster | None, str]:
+        """Return the costs of the links, on rank 0, and where they are from; "" if nothing is known."""
+        block, cluster, source = self.block, None, ""
+        # Each rank has its own name of the folder; the first rank decides whether there is one.
+        is_kept = not block.deterministic and from_first_rank(block.autotune.cache_dir is not None)
+        fingerprint = None
+        if is_kept:
+            one_link = self.device.type == "cuda" and why_one_link() is not None
+            fingerprint = cluster_fingerprint(self.device, self.topology, max_ctas=self._max_ctas(), one_link=one_link)
+        with raise_on_all_ranks(None, "reading the costs of links"):
+            if rank_now() == 0 and fingerprint is not None:
+                cache = MeasurementCache(Path(block.autotune.cache_dir or ""))
+                if cache.read(fingerprint) is not None:
+                    cluster, source = load_cluster(str(cache.file_of(fingerprint))), "links measured before"
+            if rank_now() == 0 and cluster is None and block.trace.cluster is not None:
+                cluster = load_cluster(block.trace.cluster)
+                source = f"the links of {cluster.name}"
+        return cluster, from_first_rank(source)
+
+    def _max_ctas(self) -> int | None:
+        return None if self.block.max_ctas == "auto" else self.block.max_ctas
+
+
+def _cluster_of(operations: Mapping[str, Operation], topology: Topology) -> Cluster:
+    """Return a cluster of measured links. What no size of ``ep_size`` changes is at the rate of a product, or takes no
+    time."""
+    gemm = operations["gemm"]
+    others = {"attention": gemm, "routing": gemm} | dict.fromkeys(("softmax", "order"), Operation(LinearCost(0.0, 0.0)))
+    nodes = topology.node_sizes
+    return Cluster("measured", len(nodes), nodes[0], {**operations, **others})
+
+
+def seen_of(choice: EpChoice, tokens: int) -> SeenBatches:
+    """Return a choice as it is kept for the next start."""
+    runner_up = None if choice.runner_up is None else choice.runner_up.ep
+    return SeenBatches(tokens, choice.best.ep, runner_up, choice.runner_up_costs)
+
+
+class BatchLengths:
+    """Compares the batches of an engine with the length that its ``ep_size`` was chosen for, and finds the size for the
+    next start where they differ.
+
+    It looks when the first plans have settled, then after ten times the steps, and every :data:`_MOST_STEPS` at the
+    latest: all ranks at the same step, by counts alone.
+
+    Args:
+        predictor: the job, with the length that was assumed.
+        is_known: whether any length was assumed.
+        is_given: whether the config has the length; nothing is kept for the next start then.
+        ep_size: the size that the job runs with.
+        label: the label of the first layer.
+    """
+
+    def __init__(self, predictor: Predictor, ep_size: int, label: str, *, is_known: bool, is_given: bool) -> None:
+        self._predictor, self._ep_size, self._label = predictor, ep_size, label
+        self._is_known, self._is_given = is_known, is_given
+        self._steps, self._due = 0, STEPS_BEFORE
+        self._has_batch = self._has_said = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._forwards = self._tokens = self._of_forward = self._most = 0
+
+    def watch(self, call: LayerCall) -> None:
+        """Count the tokens of a call: an instrument. A batch may come in parts, and a forward may be repeated."""
+        if call.is_training and call.label == self._label and self._has_batch and not in_backward():
+            self._of_forward += call.x.shape[:-1].numel()
+
+    def begin_forward(self, has_batch: bool) -> None:
+        """Count a forward in training."""
+        self._end_forward()
+        self._has_batch = has_batch
+        self._forwards += has_batch
+
+    def _end_forward(self) -> None:
+        self._tokens, self._most = self._tokens + self._of_forward, max(self._most, self._of_forward)
+        self._of_forward = 0
+
+    def step_is_over(self, is_tuned: bool) -> None:
+        """Count an optimizer step. Collective at some, the same on every rank.
+
+        Args:
+            is_tuned: whether the autotuner, if there is one, has settled: it is the same on every rank.
+        """
+        self._steps += 1
+        if self._steps < self._due or not is_tuned:
+            return
+        self._due = self._steps + min(9 * self._steps, _MOST_STEPS)
+        self._end_forward()
+        of_ranks = on_every_rank((self._tokens, self._forwards, self._most))
+        self._begin()
+        tokens, forwards, most = (list(each) for each in zip(*of_ranks, strict=True))
+        if sum(tokens):
+            self._look(sum(tokens) / sum(forwards), max(most))
+
+    def _look(self, mean: float, most: int) -> None:
+        assumed = self._predictor.tokens
+        is_longer = self._is_given and most > assumed and not self._has_said
+        if self._is_known and not is_longer and abs(mean - assumed) <= OFF * assumed:
+            return
+        predictor = self._predictor.for_tokens(mean)
+        try:
+            sizes, _ = predictor.predicted(self._ep_size)
+        except MeasuringError as error:
+            log_on_rank_0(f"ep_size: no size is predicted for batches as they are: {error}", logging.WARNING)
+            self._is_known, self._predictor = True, predictor
+            return
+        choice = choose_ep_size(sizes, self._ep_size)
+        self._say(choice, sizes, round(mean), most, is_longer)
+        if not self._is_given:
+            predictor.keep(seen_of(choice, round(mean)))
+        # A length that is given stays what longer batches are compared with, until it is said.
+        self._has_said, self._is_known, self._predictor = self._has_said or is_longer, True, predictor
+
+    def _say(self, choice: EpChoice, sizes: Sequence[EpSize], mean: int, most: int, is_longer: bool) -> None:
+        best, samples = choice.best, self._predictor.job.shapes[0].B
+        now_ms = next((each.step_ms for each in sizes if each.ep == self._ep_size), math.nan)
+        gain = f"{now_ms / best.step_ms:.2f} times as fast as {self._ep_size}" if best.step_ms else ""
+        said = f"ep_size: micro-batches have {mean} tokens on average"
+        if self._is_given:
+            said += f", {most} at the most, and sequence_length = {-(-self._predictor.tokens // samples)} tells "
+            said += str(self._predictor.tokens)
+        if best.ep == self._ep_size:
+            if is_longer:
+                log_on_rank_0(f"{said}; {best.ep} is predicted to be the best size all the same")
+        elif self._is_given:
+            log_on_rank_0(
+                f'{said}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-mean // samples)} and '
+                "restart from a checkpoint to have it",
+                logging.WARNING,
+            )
+        else:
+            log_on_rank_0(
+                f"{said}: the next start will use ep_size = {best.ep} (predicted to be {gain}); restart from a "
+                "checkpoint to have it now",
+                logging.WARNING,
+            )
