@@ -10,7 +10,8 @@ nobody has asked for, has settled; then come schedules by name, of which ``tutel
 of chunks that they are fastest with. ``--sweep`` looks for all that first, and keeps what it saw in
 ``whole_sweep.csv``; without it an earlier one is read. Steps are whole: forward, backward, optimizer, the gather of
 parameters. A turn is two steps of one engine: ours gathers parameters under the next forward, so the first step's are
-hidden, and the second's are waited for before the clock stops, where in training all are hidden. AutoEP has rows where
+hidden, and the second's are waited for before the clock stops, where in training all are hidden. ``ours, chosen`` has
+``sequence_length`` besides; ``ours`` is a first start, which knows nothing of an earlier one. AutoEP has rows where
 the installed transformers is one that it knows (5.22.2 or older), over the ranks of a node and over all; OLMoE, of
 which it has no preset, is described to it by hand.
 
@@ -24,7 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def ways(model: Whole, swept: Swept) -> dict[str, Way]:
         blocks["ours, rows"] = {"enabled": True, "dispatch": "unpadded"}
     else:
         blocks["ours, over all ranks"] = {"enabled": True, "ep_size": dist.get_world_size()}
+        blocks["ours, ep_size 1"] = {"enabled": True, "ep_size": 1}
+        blocks["ours, chosen"] = {"enabled": True, "sequence_length": model.L}
     blocks["deepspeed"] = {"enabled": True, "schedule": "deepspeed"}
     blocks |= {preset: with_chunks(preset, swept.num_chunks[preset])["fsmoe"] for preset in CUT}
     blocks["fsmoe"] = {"enabled": True, "schedule": "fsmoe", "autotune": True}
@@ -132,6 +135,9 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--steps", type=int, default=1, help="turns of each variant in a block")
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument(
+        "--length", type=int, help="of samples, in place of each model's own; settings stay those of it"
+    )
     parser.add_argument("--variants", nargs="*", help="besides stock (all)")
     parser.add_argument("--sweep", action="store_true", help="look for the fastest settings first")
     parser.add_argument("--tiny", action="store_true", help="to see that all runs")
@@ -146,6 +152,8 @@ def main() -> None:
         if args.sweep:
             sweep(case, args.results)
         swept = found(case, args.results)
+        if args.length:
+            case = Case(f"{case.name}, L {args.length}", replace(case.settings, L=args.length))
         named: dict[str, Training] = {}
         memories: dict[str, StepMemory] = {}
         wanted = {

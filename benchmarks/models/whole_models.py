@@ -143,7 +143,8 @@ class Training:
 
     def _is_settled(self) -> bool:
         tuner = getattr(getattr(self.engine, "fsmoe", None), "autotune", None)
-        return tuner is None or tuner.is_settled
+        lengths = getattr(getattr(self.engine, "fsmoe", None), "lengths", None)
+        return (tuner is None or tuner.is_settled) and (lengths is None or lengths.has_looked)
 
     def __call__(self) -> None:
         self.groups.put()

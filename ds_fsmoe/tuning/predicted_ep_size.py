@@ -210,6 +210,11 @@ class BatchLengths:
         self._has_batch = self._has_said = False
         self._begin()
 
+    @property
+    def has_looked(self) -> bool:
+        """Return True once it has looked at the batches."""
+        return self._due > STEPS_BEFORE
+
     def _begin(self) -> None:
         self._forwards = self._tokens = self._of_forward = self._most = 0
 
