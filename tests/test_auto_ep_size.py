@@ -402,7 +402,8 @@ def run_step(seen: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned: b
         seen.begin_forward(has_batch=True)
         for tokens in (parts,) if isinstance(parts, int) else parts:
             call(seen, tokens)
-    seen.step_is_over(is_tuned)
+    if seen.step_is_over(is_tuned):
+        seen.look()
 
 
 def call(seen: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:
@@ -441,7 +442,7 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
     listed = capsys.readouterr().out
     name, *numbers = listed.splitlines()[-1].split()
     assert numbers[:3] == ["2", str(NUM_EXPERTS), "4"]
-    assert numbers[-6:-2] == ["4096", "1", "2", "takes"]
+    assert numbers[-5:-1] == ["4096", "1", "2", "takes"]
     assert cli.main(["remembered", "--forget", "other"]) == 1
     assert cli.main(["remembered", "--forget", name]) == 0
     assert choice({}).choose() == 2
@@ -518,15 +519,15 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
     assert asked == [140]
     (line,) = (each.message for each in caplog.records)
     assert line.endswith(
-        "micro-batches have 140 tokens on average, 140 at the most, and sequence_length = 128 tells 128; 2 is "
-        "predicted to be the best size all the same"
+        'micro-batches have 140 tokens on average, 140 at the most, not 128 ("sequence_length": 128); 2 is predicted '
+        "to be the best size all the same"
     )
     caplog.clear()
     seen = lengths(128, is_given=True)
     for _ in range(10):
         run_step(seen, 4000, 4192)
     (line,) = (each.message for each in caplog.records)
-    assert "4192 at the most, and sequence_length = 128 tells 128: 1 is predicted to be " in line
+    assert '4192 at the most, not 128 ("sequence_length": 128): 1 is predicted to be ' in line
     assert line.endswith('times as fast as 2; set "sequence_length": 4096 and restart from a checkpoint to have it')
     # What the config has is not remembered.
     assert list(seen_batches.all_files()) == []

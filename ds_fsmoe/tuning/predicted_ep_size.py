@@ -205,7 +205,7 @@ class BatchLengths:
 
     def __init__(self, predictor: Predictor, ep_size: int, label: str, *, is_known: bool, is_given: bool) -> None:
         self._predictor, self._ep_size, self._label = predictor, ep_size, label
-        self._is_known, self._is_given = is_known, is_given
+        self._is_known, self._is_given, self._at_start = is_known, is_given, predictor.tokens
         self._steps, self._due = 0, STEPS_BEFORE
         self._has_batch = self._has_said = False
         self._begin()
@@ -233,26 +233,30 @@ class BatchLengths:
         self._tokens, self._most = self._tokens + self._of_forward, max(self._most, self._of_forward)
         self._of_forward = 0
 
-    def step_is_over(self, is_tuned: bool) -> None:
-        """Count an optimizer step. Collective at some, the same on every rank.
+    def step_is_over(self, is_tuned: bool) -> bool:
+        """Count an optimizer step; return True if it is time for :meth:`look`, the same on every rank.
 
         Args:
             is_tuned: whether the autotuner, if there is one, has settled: it is the same on every rank.
         """
         self._steps += 1
-        if self._steps < self._due or not is_tuned:
-            return
-        self._due = self._steps + min(9 * self._steps, _MOST_STEPS)
+        is_due = self._steps >= self._due and is_tuned
+        if is_due:
+            self._due = self._steps + min(9 * self._steps, _MOST_STEPS)
+        return is_due
+
+    def look(self) -> None:
+        """Compare batches since the last time, and predict sizes where that is due. Collective, between two steps."""
         self._end_forward()
         of_ranks = on_every_rank((self._tokens, self._forwards, self._most))
         self._begin()
         tokens, forwards, most = (list(each) for each in zip(*of_ranks, strict=True))
         if sum(tokens):
-            self._look(sum(tokens) / sum(forwards), max(most))
+            self._compare(sum(tokens) / sum(forwards), max(most))
 
-    def _look(self, mean: float, most: int) -> None:
+    def _compare(self, mean: float, most: int) -> None:
         assumed = self._predictor.tokens
-        is_longer = self._is_given and most > assumed and not self._has_said
+        is_longer = self._is_given and most > self._at_start and not self._has_said
         if self._is_known and not is_longer and abs(mean - assumed) <= OFF * assumed:
             return
         predictor = self._predictor.for_tokens(mean)
@@ -266,7 +270,6 @@ class BatchLengths:
         self._say(choice, sizes, round(mean), most, is_longer)
         if not self._is_given:
             predictor.keep(seen_of(choice, round(mean)))
-        # A length that is given stays what longer batches are compared with, until it is said.
         self._has_said, self._is_known, self._predictor = self._has_said or is_longer, True, predictor
 
     def _say(self, choice: EpChoice, sizes: Sequence[EpSize], mean: int, most: int, is_longer: bool) -> None:
@@ -275,8 +278,7 @@ class BatchLengths:
         gain = f"{now_ms / best.step_ms:.2f} times as fast as {self._ep_size}" if best.step_ms else ""
         said = f"ep_size: micro-batches have {mean} tokens on average"
         if self._is_given:
-            said += f", {most} at the most, and sequence_length = {-(-self._predictor.tokens // samples)} tells "
-            said += str(self._predictor.tokens)
+            said += f', {most} at the most, not {self._at_start} ("sequence_length": {self._at_start // samples})'
         if best.ep == self._ep_size:
             if is_longer:
                 log_on_rank_0(f"{said}; {best.ep} is predicted to be the best size all the same")
