@@ -121,6 +121,7 @@ def summarize(
         lines += [f"  why: {_why_whole(rows, context, outcome)}"]
     else:
         lines += ["", *_layers(rows, most_rows, bool(outcome.tried)), ""]
+    lines += [f"  dispatch: {each}" for each in unpadded(rows)]
     lines += [f"  cost model: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, context, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
@@ -212,6 +213,16 @@ def _chunks(row: Row) -> str:
     forward, backward = (choice.order.degree for choice in row.choices)
     chunks = f"{forward} and {backward} chunks" if (forward, backward) != (1, 1) else "one chunk"
     return chunks if row.alltoall == "flat" else f"{chunks}, {row.alltoall}"
+
+
+def unpadded(rows: Sequence[Row]) -> list[str]:
+    """Return a line on layers whose dispatch is unpadded by choice; none if there are no such layers."""
+    chosen = [row for row in rows if row.empty_share]
+    if not chosen:
+        return []
+    layers = span(sorted(label for row in chosen for label in row.labels))
+    least = min(row.empty_share for row in chosen)
+    return [f"{layers} unpadded: {least:.0%} of the slots are empty and not sent; equal to rounding"]
 
 
 def _steps(context: TuningContext, outcome: Outcome) -> Table:
