@@ -47,7 +47,7 @@ from ds_fsmoe.terminal.tables import Message, Table
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
 from ds_fsmoe.tuning.drift import BatchWatch, PredictionWatch, StepComparison
 from ds_fsmoe.tuning.micro_ops import MicroOps, chunks_by_bytes
-from ds_fsmoe.tuning.summary import unpadded
+from ds_fsmoe.tuning.summary import why_unpadded
 from ds_fsmoe.two_batch.splitter import Splitter
 from ds_fsmoe.versions import VERSION
 
@@ -527,8 +527,8 @@ def describe_dispatch(state: FSMoEState) -> str:
     words = "; ".join("unpadded" if each else "padded" for each in sorted(sends)) or state.block.dispatch
     tuner = state.autotune
     if any(layer.fsmoe.drops_padding for layer in layers):
-        found = [] if tuner is None else unpadded(tuner.result.rows)
-        return f"{words}: by the autotuner's choice, empty slots are not sent{''.join(f' ({each})' for each in found)}"
+        why = "" if tuner is None else why_unpadded(tuner.result.rows)
+        return f"{words}, chosen by the autotuner: {why or 'empty slots are not sent'}"
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
     if state.block.dispatch != "auto" or empty < MIN_LOGGED_SHARE:
         return words

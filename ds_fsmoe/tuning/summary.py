@@ -121,7 +121,9 @@ def summarize(
         lines += [f"  why: {_why_whole(rows, context, outcome)}"]
     else:
         lines += ["", *_layers(rows, most_rows, bool(outcome.tried)), ""]
-    lines += [f"  dispatch: {each}" for each in unpadded(rows)]
+    if why := why_unpadded(rows):
+        layers = sorted(label for row in rows if row.empty_share for label in row.labels)
+        lines.append(f"  dispatch: {span(layers)} unpadded: {why}")
     lines += [f"  cost model: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, context, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
@@ -215,14 +217,10 @@ def _chunks(row: Row) -> str:
     return chunks if row.alltoall == "flat" else f"{chunks}, {row.alltoall}"
 
 
-def unpadded(rows: Sequence[Row]) -> list[str]:
-    """Return a line on layers whose dispatch is unpadded by choice; none if there are no such layers."""
-    chosen = [row for row in rows if row.empty_share]
-    if not chosen:
-        return []
-    layers = span(sorted(label for row in chosen for label in row.labels))
-    least = min(row.empty_share for row in chosen)
-    return [f"{layers} unpadded: {least:.0%} of the slots are empty and not sent; equal to rounding"]
+def why_unpadded(rows: Sequence[Row]) -> str:
+    """Return why dispatch is unpadded by choice, and what that changes; empty if no layer of these has that."""
+    shares = [row.empty_share for row in rows if row.empty_share]
+    return f"{min(shares):.0%} of the slots are empty; equal to padded to rounding" if shares else ""
 
 
 def _steps(context: TuningContext, outcome: Outcome) -> Table:
