@@ -361,9 +361,9 @@ def may_choose(rank: int, world_size: int) -> dict[str, bool]:
         config = case.ds_config(fsmoe={"enabled": True} | others)
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
         layer = engine.fsmoe.inner_layers["L00"]
-        found[name] = layer.fsmoe.may_drop_padding(layer.gate)
+        found[name] = layer.fsmoe.may_be_unpadded(layer.gate)
         layer.fsmoe.run_unchunked("this test has found a reason")
-        assert not layer.fsmoe.may_drop_padding(layer.gate)
+        assert not layer.fsmoe.may_be_unpadded(layer.gate)
         engine.destroy()
     return found
 

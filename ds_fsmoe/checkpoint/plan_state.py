@@ -109,7 +109,7 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
             "backward": asdict(pipeline.backward.block),
             "reduces": [list(each) for each in pipeline.collectives.reduces],
             "alltoall": layer.fsmoe.plan.alltoall if is_chosen else None,
-            "is_unpadded": layer.fsmoe.drops_padding,
+            "is_unpadded": layer.fsmoe.is_unpadded_by_choice,
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
@@ -265,7 +265,7 @@ def _layer(facts: Mapping[str, Any], layer: ConvertedLayer) -> LayerPlan:
     alltoall = ALLTOALLS_OF_BEFORE.get(facts["alltoall"], facts["alltoall"])
     state, phases = layer.fsmoe, (_block(facts["forward"]), _block(facts["backward"]))
     # A config that has changed since then may not allow it.
-    is_unpadded = facts.get("is_unpadded", False) is True and state.may_drop_padding(layer.gate)
+    is_unpadded = facts.get("is_unpadded", False) is True and state.may_be_unpadded(layer.gate)
     return LayerPlan(*phases, alltoall or state.plan.alltoall, reduces, is_unpadded=is_unpadded)
 
 

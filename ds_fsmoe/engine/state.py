@@ -159,7 +159,7 @@ class FSMoEState:
             for label, layer in self.inner_layers.items():
                 for plan in (layer.pipeline.forward, layer.pipeline.backward):
                     self._facts |= facts_of_plan(label, plan)
-                self._facts[f"dispatch of {label}"] = f"unpadded by choice: {layer.fsmoe.drops_padding}"
+                self._facts[f"dispatch of {label}"] = f"unpadded by choice: {layer.fsmoe.is_unpadded_by_choice}"
         placed = {} if self.placement is None else self.placement.facts()
         return self._facts | placed | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
@@ -526,14 +526,14 @@ def describe_dispatch(state: FSMoEState) -> str:
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
     words = "; ".join("unpadded" if each else "padded" for each in sorted(sends)) or state.block.dispatch
     tuner = state.autotune
-    if any(layer.fsmoe.drops_padding for layer in layers):
+    if any(layer.fsmoe.is_unpadded_by_choice for layer in layers):
         why = "" if tuner is None else why_unpadded(tuner.result.rows)
         return f"{words}, chosen by the autotuner: {why or 'empty slots are not sent'}"
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
     if state.block.dispatch != "auto" or empty < MIN_LOGGED_SHARE:
         return words
     said = f"{words}: at least {empty:.0%} of the slots are empty"
-    if tuner is not None and any(layer.fsmoe.may_drop_padding(layer.gate) for layer in layers):
+    if tuner is not None and any(layer.fsmoe.may_be_unpadded(layer.gate) for layer in layers):
         if not tuner.is_settled:
             return f'{said}; the autotuner compares "unpadded", which does not send these'
         if tuner.has_chosen:

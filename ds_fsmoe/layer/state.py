@@ -304,10 +304,10 @@ class LayerState:
         is_for_slots = collectives.ep_group is not None and collectives.exchange_rows is None
         if self.duplicates is not None or is_for_slots:
             return False
-        return takes_rows(dispatch or ("unpadded" if self.drops_padding else self.parts.dispatch), gate)
+        return takes_rows(dispatch or ("unpadded" if self.is_unpadded_by_choice else self.parts.dispatch), gate)
 
     @property
-    def drops_padding(self) -> bool:
+    def is_unpadded_by_choice(self) -> bool:
         """Return True if the autotuner has made dispatch unpadded that is padded by the config."""
         return self.plan is not None and self.plan.is_unpadded and not self.is_unchunked
 
@@ -319,7 +319,7 @@ class LayerState:
         """
         return self.sends_rows(gate, "unpadded") and not self.sends_rows(gate, self.parts.dispatch)
 
-    def may_drop_padding(self, gate: Any) -> bool:
+    def may_be_unpadded(self, gate: Any) -> bool:
         """Return True if the autotuner may make dispatch unpadded that is padded by the config: where it may also
         choose chunks, as both round differently. The same on every rank.
 
@@ -500,9 +500,9 @@ class LayerState:
         Args:
             reason: the reason, for messages.
         """
-        drops_padding = self.drops_padding
+        is_unpadded_by_choice = self.is_unpadded_by_choice
         self.why_unchunked = reason
-        if drops_padding:
+        if is_unpadded_by_choice:
             self.apply(self.plan)
         elif self.pipeline is not None and self.pipeline.is_chunked:
             self.pipeline = self.pipeline.unchunked()

@@ -71,7 +71,7 @@ class LayerKind:
     """The all-to-alls that may be chosen, the one that is run first."""
     choices: list[torch.Tensor] = field(default_factory=list)
     """The places of the choices of each layer, see :attr:`FirstCall.expert_KS`."""
-    may_drop_padding: bool = False
+    may_be_unpadded: bool = False
     """Whether dispatch is padded by the config, and may be unpadded."""
     rows: int | None = None
     """The mean number of rows that an expert gets from a rank, on the fullest rank; ``None``: dispatch stays as it
@@ -110,7 +110,7 @@ class LayerKind:
         Args:
             group: the ranks that have these layers; ``None``: all.
         """
-        if not self.may_drop_padding or not self.choices:
+        if not self.may_be_unpadded or not self.choices:
             return
         num_local, ep_group = self.subject.num_local_experts, self.subject.collectives.ep_group
         counts_E = torch.zeros(self.subject.num_experts + 1, dtype=torch.int64, device=self.choices[0].device)
@@ -268,10 +268,10 @@ def _find_kinds(
     found: dict[tuple[str, int, bool], LayerKind] = {}
     for (label, subject), capacity in zip(subjects.items(), capacities.tolist(), strict=True):
         subject = replace(subject, sizes=replace(subject.sizes, capacity=capacity))
-        may_drop_padding = layers[label].fsmoe.may_drop_padding(layers[label].gate)
-        key = subject.kind, subject.measured_capacity, may_drop_padding
+        may_be_unpadded = layers[label].fsmoe.may_be_unpadded(layers[label].gate)
+        key = subject.kind, subject.measured_capacity, may_be_unpadded
         own = layers[label], subject, calls[label].num_tokens
-        kind = found.setdefault(key, LayerKind([], *own, may_drop_padding=may_drop_padding))
+        kind = found.setdefault(key, LayerKind([], *own, may_be_unpadded=may_be_unpadded))
         kind.labels.append(label)
         expert_KS, placed = calls[label].expert_KS, layers[label].fsmoe.placed
         if expert_KS is not None:
