@@ -263,6 +263,7 @@ def by_choice(rank: int, world_size: int) -> dict[str, Any]:
         "deterministic, padded": {"deterministic": True, "dispatch": "padded"},
         "deterministic": {"deterministic": True},
         "one chunk": {**tuned, "num_chunks": 1},
+        "named": {**tuned, "alltoall": "node_deduplicated"},
     }.items():
         torch.manual_seed(0)
         model = SmallModel(DROPS, rank)
@@ -329,6 +330,8 @@ def test_the_autotuner_sends_no_empty_slots_equal_to_rounding_and_never_where_bi
             assert found[name]["sends_rows"] is False
             assert not any(each.startswith("unpadded") for each in found[name]["ways"])
             assert all(map(torch.equal, found[name]["values"], found[same_as]["values"]))
+        # An all-to-all that was named is compared with slots, for which it is flat, and with rows.
+        assert found["named"]["ways"] == {"node_deduplicated", "unpadded node_deduplicated"}
         # A checkpoint's plan is gone on with, unless the config does not allow it any more.
         assert found["read"] == [True, False]
         # A layer that must run in one chunk, and one that is measured again, sends slots.
