@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -230,3 +233,143 @@ def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str,
         assert each["planned_with"]
         for crossings in each["planned_with"]:
             assert crossings == pytest.approx((in_nodes / choices, 1.0))
+
+
+# ---- layers that drop tokens: padded by the config, and unpadded where the autotuner has found that to be faster
+
+
+DROPS = replace(CASE, k=1, drop_tokens=True, moe_options=(("use_rts", False),))
+
+
+def by_choice(rank: int, world_size: int) -> dict[str, Any]:
+    """Train a model that drops tokens: padded, deterministic, in one chunk, and as the autotuner would with rows."""
+    import ds_fsmoe
+    from ds_fsmoe.checkpoint.plan_state import plans_of, read_plans
+    from ds_fsmoe.planning.decide.candidates import Search
+    from ds_fsmoe.tuning.summary import summarize
+
+    hurry()
+
+    def rows_everywhere(search: Search, stage: int | None = None) -> list[Any]:
+        names = ("unpadded node_deduplicated",) * len(search.request.options)
+        found = search.planner.plan(replace(search.request, alltoalls=names))
+        return [found, search.stock()]
+
+    found: dict[str, Any] = {}
+    tuned = {"autotune": {"enabled": True, "trials": 0}}
+    for name, others in {
+        "padded": {"dispatch": "padded", "autotune": False},
+        "by choice": tuned,
+        "deterministic, padded": {"deterministic": True, "dispatch": "padded"},
+        "deterministic": {"deterministic": True},
+        "one chunk": {**tuned, "num_chunks": 1},
+        "named": {**tuned, "alltoall": "node_deduplicated"},
+    }.items():
+        torch.manual_seed(0)
+        model = SmallModel(DROPS, rank)
+        nodes = {"topology": {"ranks_per_node": 2}}
+        config = DROPS.ds_config(fsmoe={"enabled": True} | nodes | others)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        layer, kept = engine.fsmoe.inner_layers["L00"], []
+        layer.gate.register_forward_hook(lambda *of, kept=kept: kept.append(of[2][3]))
+        values: list[torch.Tensor] = []
+        patched = patch.object(Search, "to_try", rows_everywhere) if name == "by choice" else nullcontext()
+        with patched:
+            for step in range(8):
+                loss = engine(*batch(step, rank, torch.float32))[0]
+                engine.backward(loss)
+                engine.step()
+                values += [loss.detach()]
+        values += [each.detach().clone() for each in model.parameters()]
+        tuner = engine.fsmoe.autotune
+        ways = set() if tuner is None else {way for row in tuner.result.rows for way in row.alltoalls_ms}
+        found[name] = {
+            "values": values,
+            "kept": kept,
+            "ways": ways,
+            "sends_rows": layer.fsmoe.sends_rows(layer.gate),
+            "said": engine.fsmoe.chosen()["dispatch"],
+        }
+        if name == "by choice":
+            found["summary"] = str(summarize(tuner.result.rows, tuner.result.context, tuner.result.outcome))
+            found["alltoall"] = layer.pipeline.forward.alltoall
+            data = json.loads(json.dumps(plans_of(engine.fsmoe)))
+            running = engine.fsmoe.running
+            read = []
+            for is_strict in (False, True):
+                running.block = running.block.model_copy(update={"deterministic": is_strict})
+                read.append(read_plans(engine.fsmoe, data).layers["L00"].is_unpadded)
+            running.block = running.block.model_copy(update={"deterministic": False})
+            found["read"] = read
+            layer.fsmoe.run_unchunked("this test has found a reason")
+            found["whole"] = layer.fsmoe.sends_rows(layer.gate), layer.pipeline.forward.alltoall
+            engine(*batch(0, rank, torch.float32))
+            engine.fsmoe._plan_again("this test wants it")
+            found["again"] = [each.fsmoe.sends_rows(each.gate) for each in engine.fsmoe.inner_layers.values()]
+        engine.destroy()
+    return found
+
+
+@pytest.mark.long
+def test_the_autotuner_sends_no_empty_slots_equal_to_rounding_and_never_where_bits_are_kept(tmp_path: Path) -> None:
+    for found in run_on_ranks(by_choice, 4, tmp_path):
+        padded, chosen = found["padded"], found["by choice"]
+        # Slots are compared as they are sent now; rows through every all-to-all.
+        assert chosen["ways"] == {"flat", *(f"unpadded {each}" for each in registry.known("alltoall"))}
+        assert (chosen["sends_rows"], found["alltoall"]) == (True, "node_deduplicated")
+        found_share = r"unpadded, chosen by the autotuner: \d+% of the slots are empty; equal to padded to rounding"
+        assert re.fullmatch(found_share, chosen["said"])
+        assert "  dispatch: L00, L01 unpadded: " in found["summary"]
+        # The same tokens are dropped, and there are some.
+        assert all(map(torch.equal, chosen["kept"], padded["kept"]))
+        assert any((each < 0).any() for each in padded["kept"])
+        for ours, slots in zip(chosen["values"], padded["values"], strict=True):
+            torch.testing.assert_close(ours, slots, rtol=1e-5, atol=1e-5)
+        # Where bits are kept, nothing is compared and nothing changes.
+        for name, same_as in (("deterministic", "deterministic, padded"), ("one chunk", "padded")):
+            assert found[name]["sends_rows"] is False
+            assert not any(each.startswith("unpadded") for each in found[name]["ways"])
+            assert all(map(torch.equal, found[name]["values"], found[same_as]["values"]))
+        # An all-to-all that was named is compared with slots, for which it is flat, and with rows.
+        assert found["named"]["ways"] == {"node_deduplicated", "unpadded node_deduplicated"}
+        # A checkpoint's plan is gone on with, unless the config does not allow it any more.
+        assert found["read"] == [True, False]
+        # A layer that must run in one chunk, and one that is measured again, sends slots.
+        assert found["whole"] == (False, "flat")
+        assert found["again"] == [False, False]
+
+
+KEPT: dict[str, tuple[bool, dict[str, Any]]] = {
+    "by default": (True, {}),
+    "two chunks": (True, {"num_chunks": {"forward": 2}}),
+    "deterministic": (False, {"deterministic": True}),
+    "one chunk": (False, {"num_chunks": 1}),
+    "one chunk forward": (False, {"num_chunks": {"forward": 1}}),
+    "a schedule by name": (False, {"schedule": "tutel"}),
+    "padded": (False, {"dispatch": "padded"}),
+    "unpadded": (False, {"dispatch": "unpadded"}),
+    "hooks": (False, {"hooks": ["ds_fsmoe.BFloat16Communication"]}),
+    "8 bits": (False, {"comm_dtype": "fp8"}),
+    "slots alone": (False, {"gate": {"type": "expert_choice"}}),
+    "nothing dropped": (False, {"gate": {"type": "topk", "drop_tokens": False}}),
+}
+
+
+def may_choose(rank: int, world_size: int) -> dict[str, bool]:
+    import ds_fsmoe
+
+    case, found = Case(1, 0, "fp32", 1, 2, True), {}
+    for name, (_, others) in KEPT.items():
+        model = SmallModel(case, rank)
+        config = case.ds_config(fsmoe={"enabled": True} | others)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        layer = engine.fsmoe.inner_layers["L00"]
+        found[name] = layer.fsmoe.may_be_unpadded(layer.gate)
+        layer.fsmoe.run_unchunked("this test has found a reason")
+        assert not layer.fsmoe.may_be_unpadded(layer.gate)
+        engine.destroy()
+    return found
+
+
+def test_dispatch_stays_padded_where_slots_bits_shapes_or_dtypes_depend_on_it(tmp_path: Path) -> None:
+    assert run_on_ranks(may_choose, 1, tmp_path) == [{name: may for name, (may, _) in KEPT.items()}]

@@ -117,7 +117,11 @@ def test_the_table_says_where_two_lanes_at_once_gain_less_than_a_tenth() -> None
 def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     """Gradients that travel in a layer may change how that one is run: then it has a row of its own."""
     first, second = (
-        SimpleNamespace(labels=labels, layer=SimpleNamespace(fsmoe=SimpleNamespace(why_unchunked=reason)))
+        SimpleNamespace(
+            labels=labels,
+            layer=SimpleNamespace(fsmoe=SimpleNamespace(why_unchunked=reason)),
+            empty_share=lambda _, label=labels[0]: 0.25 * (label == "L00"),
+        )
         for labels, reason in ((["L00", "L01", "L02"], ""), (["L03"], "it has dropout"))
     )
     kind_of = dict.fromkeys(first.labels, first) | dict.fromkeys(second.labels, second)
@@ -131,6 +135,7 @@ def test_layers_that_are_equal_and_run_alike_share_a_row() -> None:
     rows = rows_of_plan(measured, labels, plan, (None, None))
     assert [row.labels for row in rows] == [("L00", "L02"), ("L01",), ("L03",)]
     assert [row.choices[1].order.degree for row in rows] == [2, 3, 2]
+    assert [row.empty_share for row in rows] == [0.25, 0.25, 0.0]
     assert [row.why_unchunked for row in rows] == ["", "", "it has dropout"]
     assert describe_plan(labels, plan) == (
         "L00, L02, L03 2 and 2 chunks, links side by side; L01 2 and 3 chunks, links side by side"

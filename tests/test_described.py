@@ -10,19 +10,23 @@ import pytest
 from deepspeed.moe.sharded_moe import TopKGate
 
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
+from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.engine.state import describe_dispatch
 from ds_fsmoe.layer.state import LayerState
 
 
-def said(*gates: Any, dispatch: str = "auto", duplicates: Any = None) -> str:
+def said(
+    *gates: Any, dispatch: str = "auto", duplicates: Any = None, tuner: Any = None, plan: Any = None, **block: Any
+) -> str:
     alone = SimpleNamespace(collectives=SimpleNamespace(ep_group=None))
     layers = {}
     for gate in gates:
-        parts: Any = SimpleNamespace(dispatch=dispatch)
+        parts: Any = SimpleNamespace(dispatch=dispatch, callbacks=())
         tensor_parallel: Any = None
-        state = LayerState(parts, parts, None, "L00", "moe", tensor_parallel, pipeline=alone, duplicates=duplicates)
+        running: Any = SimpleNamespace(block=FSMoEBlock(enabled=True, **block))
+        state = LayerState(parts, parts, running, "L00", "moe", tensor_parallel, alone, plan, duplicates=duplicates)
         layers[str(len(layers))] = SimpleNamespace(gate=gate, fsmoe=state)
-    engine: Any = SimpleNamespace(inner_layers=layers, block=SimpleNamespace(dispatch=dispatch))
+    engine: Any = SimpleNamespace(inner_layers=layers, block=SimpleNamespace(dispatch=dispatch), autotune=tuner)
     return describe_dispatch(engine)
 
 
@@ -49,3 +53,21 @@ def test_what_was_asked_for_or_has_no_rows_is_only_named() -> None:
     assert said(ExpertChoiceGate(capacity_factor=2.0)) == "padded"
     assert said(topk(1.25), duplicates=object()) == "padded"
     assert said() == "auto"
+
+
+def test_what_the_autotuner_will_find_or_has_found_is_said_where_it_may_choose() -> None:
+    result = SimpleNamespace(rows=[SimpleNamespace(labels=("L00",), empty_share=0.31)])
+    tuner = SimpleNamespace(is_settled=False, has_chosen=False, result=result)
+    empty = "padded: at least 20% of the slots are empty; "
+    said_by_hand = f'{empty}"dispatch": "unpadded" does not send these'
+    assert said(topk(1.25), tuner=tuner) == f'{empty}the autotuner compares "unpadded", which does not send these'
+    assert said(topk(1.25), tuner=tuner, num_chunks=1) == said_by_hand
+    tuner.is_settled = True
+    assert said(topk(1.25), tuner=tuner) == said_by_hand
+    tuner.has_chosen = True
+    expected = f'{empty}the autotuner found "unpadded", which does not send these, no faster'
+    assert said(topk(1.25), tuner=tuner) == expected
+    plan = SimpleNamespace(is_unpadded=True)
+    expected = "unpadded, chosen by the autotuner: 31% of the slots are empty; equal to padded to rounding"
+    assert said(topk(1.25), tuner=tuner, plan=plan) == expected
+    assert said(topk(1.25), plan=plan) == "unpadded, chosen by the autotuner: empty slots are not sent"

@@ -29,6 +29,7 @@ from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
 
 if TYPE_CHECKING:
     from ds_fsmoe.engine.state import FSMoEState
+    from ds_fsmoe.layer.state import ConvertedLayer
     from ds_fsmoe.telemetry.paths import PathProfiler
 
 STATE_FORMAT = 1
@@ -108,6 +109,7 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
             "backward": asdict(pipeline.backward.block),
             "reduces": [list(each) for each in pipeline.collectives.reduces],
             "alltoall": layer.fsmoe.plan.alltoall if is_chosen else None,
+            "is_unpadded": layer.fsmoe.is_unpadded_by_choice,
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
@@ -161,7 +163,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
         placements = state.placement.read_data(watched["layers"])
         if state.placement_watch is not None:
             state.placement_watch.check_data(watched)
-    of_layers = {label: _layer(layers[label], layer.fsmoe.plan) for label, layer in inner.items()}
+    of_layers = {label: _layer(layers[label], layer) for label, layer in inner.items()}
     # Older files do not say so: there only what was measured has an all-to-all.
     is_tuned = plans.get("is_tuned", any(each["alltoall"] is not None for each in layers.values()))
     return ReadPlans(of_layers, read, placements, is_tuned is True, watched)
@@ -257,11 +259,14 @@ def _degree(facts: Mapping[str, Any]) -> int:
     return len(facts["shares"]) if "shares" in facts else facts["degree"]
 
 
-def _layer(facts: Mapping[str, Any], now: LayerPlan) -> LayerPlan:
+def _layer(facts: Mapping[str, Any], layer: ConvertedLayer) -> LayerPlan:
     reduces = tuple((float(size), str(name)) for size, name in facts["reduces"])
     # Where nothing was measured there is no all-to-all that was chosen.
     alltoall = ALLTOALLS_OF_BEFORE.get(facts["alltoall"], facts["alltoall"])
-    return LayerPlan(_block(facts["forward"]), _block(facts["backward"]), alltoall or now.alltoall, reduces)
+    state, phases = layer.fsmoe, (_block(facts["forward"]), _block(facts["backward"]))
+    # A config that has changed since then may not allow it.
+    is_unpadded = facts.get("is_unpadded", False) is True and state.may_be_unpadded(layer.gate)
+    return LayerPlan(*phases, alltoall or state.plan.alltoall, reduces, is_unpadded=is_unpadded)
 
 
 def _block(facts: Mapping[str, Any]) -> BlockPlan:

@@ -364,7 +364,7 @@ class FSMoEBlock(StrictShape):
     dispatch: Annotated[Dispatch, NullIsAuto(), OldValues(DISPATCH_OF_BEFORE)] = Field(
         "auto",
         description="unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert "
-        "has; auto: unpadded where nothing is dropped",
+        "has; auto: unpadded where nothing is dropped, else padded until autotune finds unpadded faster",
     )
     wires: Annotated[
         CommDtypeBlock,

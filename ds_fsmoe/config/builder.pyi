@@ -274,7 +274,7 @@ class Config(Written):
             order: layout of rows: auto (by the gate), or a name
             alltoall: all-to-all algorithm: auto (as measured), or a name
             dispatch: unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert has;
-                auto: unpadded where nothing is dropped
+                auto: unpadded where nothing is dropped, else padded until autotune finds unpadded faster
             comm_dtype: dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)
             ep_size: ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest where
                 sequence_length is known, else the largest divisor of the experts inside a node. deepspeed.moe.layer.MoE

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -47,6 +48,7 @@ from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE, Autotune
 from ds_fsmoe.tuning.drift import BatchWatch, PredictionWatch, StepComparison
 from ds_fsmoe.tuning.micro_ops import MicroOps, chunks_by_bytes
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths
+from ds_fsmoe.tuning.summary import why_unpadded
 from ds_fsmoe.two_batch.splitter import Splitter
 from ds_fsmoe.versions import VERSION
 
@@ -160,6 +162,7 @@ class FSMoEState:
             for label, layer in self.inner_layers.items():
                 for plan in (layer.pipeline.forward, layer.pipeline.backward):
                     self._facts |= facts_of_plan(label, plan)
+                self._facts[f"dispatch of {label}"] = f"unpadded by choice: {layer.fsmoe.is_unpadded_by_choice}"
         placed = {} if self.placement is None else self.placement.facts()
         return self._facts | placed | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
 
@@ -334,6 +337,11 @@ class FSMoEState:
     def _plan_again(self, reason: str) -> None:
         self.plans_made_again += 1
         self.chunking_guard.recheck()
+        for layer in self.inner_layers.values():
+            # The watched forward shows slots, as the first did.
+            if layer.fsmoe.plan.is_unpadded:
+                layer.fsmoe.apply(replace(layer.fsmoe.plan, is_unpadded=False))
+        self._facts = {}
         self.autotune.request_again(reason)
 
     def after_optimizer_step(self) -> None:
@@ -522,10 +530,20 @@ def describe_dispatch(state: FSMoEState) -> str:
     layers = state.inner_layers.values()
     sends = {layer.fsmoe.sends_rows(layer.gate) for layer in layers}
     words = "; ".join("unpadded" if each else "padded" for each in sorted(sends)) or state.block.dispatch
+    tuner = state.autotune
+    if any(layer.fsmoe.is_unpadded_by_choice for layer in layers):
+        why = "" if tuner is None else why_unpadded(tuner.result.rows)
+        return f"{words}, chosen by the autotuner: {why or 'empty slots are not sent'}"
     empty = min((_least_empty(layer.gate) for layer in layers if layer.fsmoe.could_send_rows(layer.gate)), default=0.0)
     if state.block.dispatch != "auto" or empty < MIN_LOGGED_SHARE:
         return words
-    return f'{words}: at least {empty:.0%} of the slots are empty; "dispatch": "unpadded" does not send these'
+    said = f"{words}: at least {empty:.0%} of the slots are empty"
+    if tuner is not None and any(layer.fsmoe.may_be_unpadded(layer.gate) for layer in layers):
+        if not tuner.is_settled:
+            return f'{said}; the autotuner compares "unpadded", which does not send these'
+        if tuner.has_chosen:
+            return f'{said}; the autotuner found "unpadded", which does not send these, no faster'
+    return f'{said}; "dispatch": "unpadded" does not send these'
 
 
 def _least_empty(gate: Any) -> float:

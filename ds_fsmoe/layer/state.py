@@ -43,6 +43,7 @@ from ds_fsmoe.layer.row_routing import Placed, number_by_node, number_rows_of_la
 from ds_fsmoe.layer.runtime import LayerRuntime, pipeline_without_engine
 from ds_fsmoe.observing.instruments import Check, Gate, LayerCall
 from ds_fsmoe.planning.block import LayerPlan
+from ds_fsmoe.planning.decide.presets import BEST
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 
 # ---- One call of any layer: gate, order, the experts' part, i-order
@@ -272,7 +273,8 @@ class LayerState:
     known_experts: tuple[list, ExpertSet] | None = None
     """The modules and parameters of the experts, and the set made from them."""
     is_in_slots: bool = False
-    """Whether the layer uses padded dispatch whatever the all-to-all, as decided when its groups were created."""
+    """Whether the layer uses padded dispatch whatever the all-to-all, as decided when its groups were created, unless
+    its plan is unpadded."""
     placed: Placed | None = None
     """The expert placement; ``None``: the model's own order."""
     forwards: Forwards | None = None
@@ -302,15 +304,40 @@ class LayerState:
         is_for_slots = collectives.ep_group is not None and collectives.exchange_rows is None
         if self.duplicates is not None or is_for_slots:
             return False
-        return takes_rows(dispatch or self.parts.dispatch, gate)
+        return takes_rows(dispatch or ("unpadded" if self.is_unpadded_by_choice else self.parts.dispatch), gate)
+
+    @property
+    def is_unpadded_by_choice(self) -> bool:
+        """Return True if the autotuner has made dispatch unpadded that is padded by the config."""
+        return self.plan is not None and self.plan.is_unpadded and not self.is_unchunked
 
     def could_send_rows(self, gate: Any) -> bool:
-        """Return True if the layer uses padded dispatch but could use unpadded dispatch; the same on every rank.
+        """Return True if dispatch is padded by the config but could be unpadded; the same on every rank.
 
         Args:
             gate: the gate of the layer.
         """
-        return self.sends_rows(gate, "unpadded") and not self.sends_rows(gate)
+        return self.sends_rows(gate, "unpadded") and not self.sends_rows(gate, self.parts.dispatch)
+
+    def may_be_unpadded(self, gate: Any) -> bool:
+        """Return True if the autotuner may make dispatch unpadded that is padded by the config: where it may also
+        choose chunks, as both round differently. The same on every rank.
+
+        Args:
+            gate: the gate of the layer.
+        """
+        assert self.running is not None
+        block = self.running.block
+        asked, comm_dtypes = block.pipeline_degree, block.wires
+        rounds = block.schedule == BEST and not block.deterministic and 1 not in (asked.forward, asked.backward)
+        # Hooks would get other shapes than before, and a communication dtype applies to rows only.
+        is_same = not self.parts.callbacks and (comm_dtypes.dispatch, comm_dtypes.combine) == ("model", "model")
+        is_open = rounds and is_same and self.parts.dispatch == "auto" and not self.is_unchunked
+        return is_open and self.could_send_rows(gate)
+
+    def exchange_of(self, alltoall: str) -> Collectives:
+        """Return an all-to-all that the layer has used, as it is for rows."""
+        return self._exchanges[alltoall]
 
     @property
     def mp_group(self) -> dist.ProcessGroup | None:
@@ -450,11 +477,12 @@ class LayerState:
         if plan.alltoall not in self._exchanges:
             self._exchanges[plan.alltoall] = self.running.exchange(self.groups, plan.alltoall)
         exchange = self._exchanges[plan.alltoall]
-        if exchange.nodes is not None and self.is_in_slots:
+        is_in_slots = self.is_in_slots and (self.is_unchunked or not plan.is_unpadded)
+        if exchange.nodes is not None and is_in_slots:
             exchange = replace(exchange, nodes=None, why_flat="slots are sent")
         if exchange.why_flat:
             self.running.warn_alltoall_fallback(plan.alltoall, exchange.why_flat)
-        pipeline = self.running.pipeline(self.label, self.groups, plan, exchange, in_rows=not self.is_in_slots)
+        pipeline = self.running.pipeline(self.label, self.groups, plan, exchange, in_rows=not is_in_slots)
         if self.is_unchunked:
             pipeline = pipeline.unchunked()
         if self.pipeline is not None:
@@ -472,8 +500,11 @@ class LayerState:
         Args:
             reason: the reason, for messages.
         """
+        is_unpadded_by_choice = self.is_unpadded_by_choice
         self.why_unchunked = reason
-        if self.pipeline is not None and self.pipeline.is_chunked:
+        if is_unpadded_by_choice:
+            self.apply(self.plan)
+        elif self.pipeline is not None and self.pipeline.is_chunked:
             self.pipeline = self.pipeline.unchunked()
 
     def attach(self, window: GradientWindow | None, observer: Observer | None = None) -> None:

@@ -84,6 +84,8 @@ class LayerPlan:
     """(smallest size in bytes, how a reduce-scatter is done), ascending; empty: the default for the kind of device."""
     is_two_batch: bool = False
     """Whether the two sub-batches of a micro-batch alternate; the plans above are then those of one sub-batch."""
+    is_unpadded: bool = False
+    """Whether a layer whose dispatch is padded by its config is unpadded all the same."""
 
 
 @dataclass

@@ -59,6 +59,8 @@ CHOICES = "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"
 """The names of K in configurations of Hugging Face's models."""
 AllToAll = Literal["flat", "2dh", "node_deduplicated"]
 NODE_DEDUPLICATED: AllToAll = "node_deduplicated"
+UNPADDED = "unpadded "
+"""What is ahead of the name of an all-to-all that sends rows in a layer whose dispatch is padded otherwise."""
 ALLTOALLS: tuple[AllToAll, ...] = ("flat", "2dh", NODE_DEDUPLICATED)
 ALLTOALLS_OF_BEFORE: Mapping[str, AllToAll] = NAMES_OF_BEFORE["alltoall"]
 """Name of an all-to-all in version 0.2.0 -> its name today. Configs, commands and files may have either."""

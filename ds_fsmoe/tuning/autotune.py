@@ -312,7 +312,10 @@ class Autotune:
         plan, result = candidate.plan, self.result
         result.of_stages = candidate.of_stages
         model.apply(plan, result.predictors)
-        result.shapes = {label: model.measured.kind_of[label].sizes for label in model.labels}
+        result.shapes = {
+            label: model.measured.kind_of[label].sizes_with(alltoall)
+            for label, alltoall in zip(model.labels, plan.alltoalls, strict=True)
+        }
         result.step = model.predict(plan) if candidate.of_stages is None else candidate.of_stages.step
         asked = tuple(None if each is None else each.degree for each in model.search.request.space.asked)
         result.rows = rows_of_plan(model.measured, model.labels, plan, asked)

@@ -31,7 +31,7 @@ from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.groups import Fanout, counted_fanout, expected_fanout
 from ds_fsmoe.planning.job.measured import ALL_GATHER, IN_NODES, REDUCE_SCATTER
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.workload import AllToAll
+from ds_fsmoe.planning.workload import UNPADDED, AllToAll
 
 if TYPE_CHECKING:
     from ds_fsmoe.layer.runtime import LayerRuntime
@@ -47,6 +47,13 @@ class AllToAllOption:
     """The planner's name for it."""
     fanout: Fanout | None = None
     """The fan-out of a token for each of its choices, as in the first forward; only with node-deduplicated dispatch."""
+    is_unpadded: bool = False
+    """Whether it sends rows, in a layer whose dispatch is padded by its config."""
+
+
+MIN_EMPTY = 0.05
+"""The least share of empty slots for which unpadded dispatch is compared with padded: it has to gain more than a plan's
+:data:`~ds_fsmoe.planning.decide.plan_requests.MIN_GAIN`, and numbers of rows are exchanged with it."""
 
 
 @dataclass
@@ -63,6 +70,11 @@ class LayerKind:
     """The all-to-alls that may be chosen, the one that is run first."""
     choices: list[torch.Tensor] = field(default_factory=list)
     """The places of the choices of each layer, see :attr:`FirstCall.expert_KS`."""
+    may_be_unpadded: bool = False
+    """Whether dispatch is padded by the config, and may be unpadded."""
+    rows: int | None = None
+    """The mean number of rows that an expert gets from a rank, on the fullest rank; ``None``: dispatch stays as it
+    is."""
 
     @property
     def pipeline(self) -> LayerPipeline:
@@ -78,11 +90,51 @@ class LayerKind:
         fanout = next((each.fanout for each in self.options.values() if each.fanout is not None), None)
         return CallShape(*sizes, num_tokens=at.num_tokens, crossings=fanout, wires=at.comm_byte_shares)
 
-    def _option(self, name: str, exchange: Collectives, group: dist.ProcessGroup | None) -> AllToAllOption:
+    def sizes_with(self, name: str) -> CallShape:
+        """Return the sizes for the planner with one of :attr:`options`."""
+        if not self.options[name].is_unpadded:
+            return self.sizes
+        assert self.rows is not None
+        return replace(self.sizes, capacity=self.rows, num_tokens=self.num_tokens)
+
+    def empty_share(self, name: str) -> float:
+        """Return the share of slots that were empty, if they are not sent with one of :attr:`options`; else 0."""
+        is_unpadded = self.options[name].is_unpadded and self.rows is not None
+        return 1.0 - self.rows / self.subject.sizes.capacity if is_unpadded else 0.0
+
+    def count_rows(self, group: dist.ProcessGroup | None) -> None:
+        """Fill in :attr:`rows` where the dispatch of these layers may be unpadded and enough slots were empty.
+        Collective over the group.
+
+        Args:
+            group: the ranks that have these layers; ``None``: all.
+        """
+        if not self.may_be_unpadded or not self.choices:
+            return
+        num_local, ep_group = self.subject.num_local_experts, self.subject.collectives.ep_group
+        counts_E = torch.zeros(self.subject.num_experts + 1, dtype=torch.int64, device=self.choices[0].device)
+        for expert_KS in self.choices:
+            counts_E += torch.bincount(expert_KS.flatten().clamp(0, len(counts_E) - 1), minlength=len(counts_E))
+        first = 0
+        with waiting("the rows of experts"):
+            if ep_group is not None:
+                dist.all_reduce(counts_E, group=ep_group)
+                first = dist.get_rank(ep_group) * num_local
+            num_rows = counts_E[first : first + num_local].sum()
+            if world_size_now() > 1:
+                dist.all_reduce(num_rows, dist.ReduceOp.MAX, group=group)
+        calls = len(self.choices) * self.subject.num_experts
+        rows = max(1, math.ceil(num_rows.item() / calls))
+        self.rows = rows if rows <= (1 - MIN_EMPTY) * self.subject.sizes.capacity else None
+
+    def _option(
+        self, name: str, exchange: Collectives, group: dist.ProcessGroup | None, is_unpadded: bool = False
+    ) -> AllToAllOption:
         nodes = exchange.nodes
         collectives = replace(self.subject.collectives, exchange=exchange.exchange, legs=exchange.legs, nodes=nodes)
         subject = replace(self.subject, collectives=collectives, alltoall=name)
-        return AllToAllOption(subject, exchange.planned, None if nodes is None else self._fanout(nodes, group))
+        fanout = None if nodes is None else self._fanout(nodes, group)
+        return AllToAllOption(subject, exchange.planned, fanout, is_unpadded)
 
     def _fanout(self, nodes: NodeLinks, group: dist.ProcessGroup | None) -> Fanout:
         """Count the fan-out of the tokens of these layers, for each of their choices. Collective over the group."""
@@ -119,13 +171,19 @@ class LayerKind:
             default: the name of the layer's own all-to-all, the only option where there is no choice.
             group: the ranks that have these layers; ``None``: all.
         """
-        usable = {
-            name: each
-            for name, each in candidates.items()
-            if not each.why_flat and (each.nodes is None or not self.layer.fsmoe.is_in_slots)
-        }
+        possible = {name: each for name, each in candidates.items() if not each.why_flat}
+        is_in_slots = self.layer.fsmoe.is_in_slots
+        usable = {name: each for name, each in possible.items() if each.nodes is None or not is_in_slots}
         to_compare = usable or {default: self.subject.collectives}
-        self.options = {name: self._option(name, each, group) for name, each in to_compare.items()}
+        if self.rows is None:
+            self.options = {name: self._option(name, each, group) for name, each in to_compare.items()}
+            return
+        # What is sent in rows is less with each all-to-all, so slots are compared in the way that they are sent now.
+        first = next(iter(to_compare))
+        self.options = {first: self._option(first, to_compare[first], group)}
+        for name, each in (possible or {default: self.layer.fsmoe.exchange_of(default)}).items():
+            if each.exchange_rows is not None or each.ep_group is None:
+                self.options[UNPADDED + name] = self._option(name, each, group, is_unpadded=True)
 
 
 @dataclass(frozen=True)
@@ -159,13 +217,17 @@ def find_layers_to_measure(
     # A stage that fails must not leave the others waiting in a collective of all stages.
     with nullcontext() if group is None else raise_on_all_ranks(None, "finding the layers of a stage"):
         kinds = _find_kinds(called, calls, group)
+        for kind in kinds:
+            kind.count_rows(group)
         largest = {kind.subject.kind: kind for kind in sorted(kinds, key=lambda each: each.subject.sizes.capacity)}
         for kind in largest.values():
             sizes = kind.layer.ep_size, kind.layer.fsmoe.tensor_parallel
             kind.find_options(candidates.get(sizes, {}), default, group)
     for kind in kinds:
         # Smaller layers of a kind are run as the largest was measured.
-        kind.options = largest[kind.subject.kind].options
+        options = largest[kind.subject.kind].options
+        has_rows = kind.rows is not None
+        kind.options = {name: each for name, each in options.items() if has_rows or not each.is_unpadded}
         # The choices of a whole batch are of no use any more.
         kind.choices.clear()
     return LayersToMeasure(kinds, list(largest.values()))
@@ -195,11 +257,13 @@ def _find_kinds(
     if world_size_now() > 1:
         with waiting("the capacities of layers"):
             dist.all_reduce(capacities, dist.ReduceOp.MAX, group=group)
-    found: dict[tuple[str, int], LayerKind] = {}
+    found: dict[tuple[str, int, bool], LayerKind] = {}
     for (label, subject), capacity in zip(subjects.items(), capacities.tolist(), strict=True):
         subject = replace(subject, sizes=replace(subject.sizes, capacity=capacity))
-        key = subject.kind, subject.measured_capacity
-        kind = found.setdefault(key, LayerKind([], layers[label], subject, calls[label].num_tokens))
+        may_be_unpadded = layers[label].fsmoe.may_be_unpadded(layers[label].gate)
+        key = subject.kind, subject.measured_capacity, may_be_unpadded
+        own = layers[label], subject, calls[label].num_tokens
+        kind = found.setdefault(key, LayerKind([], *own, may_be_unpadded=may_be_unpadded))
         kind.labels.append(label)
         expert_KS, placed = calls[label].expert_KS, layers[label].fsmoe.placed
         if expert_KS is not None:

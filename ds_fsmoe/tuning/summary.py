@@ -119,6 +119,9 @@ def summarize(
         lines += [f"  why: {_why_whole(rows, context, outcome)}"]
     else:
         lines += ["", *_layers(rows, most_rows, bool(outcome.tried)), ""]
+    if why := why_unpadded(rows):
+        layers = sorted(label for row in rows if row.empty_share for label in row.labels)
+        lines.append(f"  dispatch: {span(layers)} unpadded: {why}")
     lines += [f"  cost model: {_fits(rows)}"]
     lines += [f"  next: {each}" for each in hints(rows, context, outcome)]
     lines.append('  more: "details": true in fsmoe.autotune logs all that was measured; ds_fsmoe report shows it')
@@ -210,6 +213,12 @@ def _chunks(row: Row) -> str:
     forward, backward = (choice.order.degree for choice in row.choices)
     chunks = f"{forward} and {backward} chunks" if (forward, backward) != (1, 1) else "one chunk"
     return chunks if row.alltoall == "flat" else f"{chunks}, {row.alltoall}"
+
+
+def why_unpadded(rows: Sequence[Row]) -> str:
+    """Return why dispatch is unpadded by choice, and what that changes; empty if no layer of these has that."""
+    shares = [row.empty_share for row in rows if row.empty_share]
+    return f"{min(shares):.0%} of the slots are empty; equal to padded to rounding" if shares else ""
 
 
 def _steps(context: TuningContext, outcome: Outcome) -> Table:

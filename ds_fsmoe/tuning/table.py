@@ -68,6 +68,8 @@ class Row:
     """The methods of the reduce-scatters, by size."""
     why_unchunked: str = ""
     """The reason why the layers run in one chunk whatever is chosen; empty: there is none."""
+    empty_share: float = 0.0
+    """The share of slots that were empty and are not sent, as dispatch is unpadded by choice; else 0."""
 
     def phases(self) -> Iterator[tuple[str, Choice, Degree]]:
         """Yield each phase with its choice and the degree that was given for it."""
@@ -117,6 +119,7 @@ def rows_of_plan(
             plan.alltoalls_ms[index],
             measured.reduces(kind),
             reason,
+            kind.empty_share(alltoall),
         )
         key = id(kind), alltoall, *(each.order for each in choices)
         before = found.get(key)
@@ -375,6 +378,8 @@ def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | N
         pipelines: label -> how each layer is run.
         autotune: the stage; ``None``, or one that has not run, if degrees were given.
     """
+    rows = [] if autotune is None else autotune.result.rows
+    ways = {label: row.alltoall for row in rows for label in row.labels}
     layers = [
         {
             "layer": label,
@@ -383,6 +388,7 @@ def plans_as_data(pipelines: Mapping[str, LayerPipeline], autotune: Autotune | N
             "order": plan.block.links,
             "conversions": plan.block.conversions,
             "alltoall": plan.alltoall,
+            "way": ways.get(label),
             "tasks": len(plan.schedule.tasks),
         }
         for label, pipeline in pipelines.items()
@@ -427,7 +433,11 @@ def measured_job(
             kind.pipeline.forward.groups,
             kind.sizes,
             {
-                name: RecordedAllToAll(way.planned, measured.profile_of(kind, name))
+                name: RecordedAllToAll(
+                    way.planned,
+                    measured.profile_of(kind, name),
+                    rows=kind.sizes_with(name) if way.is_unpadded else None,
+                )
                 for name, way in kind.options.items()
             },
             kind.layer.fsmoe.is_unchunked,

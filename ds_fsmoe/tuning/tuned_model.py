@@ -133,7 +133,15 @@ class TunedModel:
         for index, label in enumerate(self.labels):
             kind, alltoall = measured.kind_of[label], plan.alltoalls[index]
             forward, backward = (each.order.plan() for each in plan.choices(index))
-            plan_of_layer = LayerPlan(forward, backward, alltoall, measured.reduces(kind), plan.is_two_batch)
+            option = kind.options[alltoall]
+            plan_of_layer = LayerPlan(
+                forward,
+                backward,
+                option.subject.alltoall,
+                measured.reduces(kind),
+                plan.is_two_batch,
+                option.is_unpadded,
+            )
             self._layers[label].fsmoe.apply(plan_of_layer)
             if plan.is_two_batch:
                 # A sub-batch is predicted with the other one in its idle time, which no layer alone can be.
@@ -144,7 +152,7 @@ class TunedModel:
                 measured.slowed.contention(),
                 measured.is_serial,
                 forward.degree == backward.degree,
-                kind.sizes.capacity,
+                kind.sizes_with(alltoall).capacity,
                 kind.sizes.crossings,
             )
 

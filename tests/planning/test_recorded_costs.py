@@ -53,8 +53,10 @@ def test_a_job_is_read_back_as_it_was_written() -> None:
     placed += (("dp", Placement(4, 3, (Lane.INTER, Lane.INTRA), 2)),)
     uneven = PlacedGroups(4, 2, ep=2, esp=2, placed=placed)
     shape = replace(SIZES, num_tokens=11, crossings=Fanout(0.75, 1.5), wires=(0.3, 1.0))
+    rows = replace(shape, capacity=17, num_tokens=31)
     ways = {
         "flat": RecordedAllToAll("flat", made_up()),
+        "unpadded flat": RecordedAllToAll("flat", made_up(), rows=rows),
         "2dh": RecordedAllToAll("2dh", made_up(seed=1, is_written=False)),
     }
     kinds = RecordedKind(("L00", "L02"), uneven, shape, ways, True), RecordedKind(("L01",), GROUPS, SIZES, ways)

@@ -12,10 +12,11 @@ from ds_fsmoe.planning.cluster import Cluster, Operation
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.plan import Planner, mode_of, plan_by_name
+from ds_fsmoe.planning.decide.plan_requests import PlanRequest, stock_request
 from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
-from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedKind
-from ds_fsmoe.planning.job.what_if import Ran, WhatIf, ran_of
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedJob, RecordedKind
+from ds_fsmoe.planning.job.what_if import Ran, WhatIf, ran_of, with_dispatch_of
 from tests.planning.measured_layers import SIZES, made_up
 from tests.planning.test_recorded_costs import COLLECTIVES, GROUPS, LABELS, job_of
 
@@ -84,6 +85,52 @@ def test_what_ran_is_read_from_the_plans() -> None:
     assert ran.degrees == (4, 4)
     with pytest.raises(ValueError, match="the run's plans do not contain L02"):
         ran_of(job, rows[:-1])
+
+
+def half_empty(capacity: int = SIZES.capacity // 2) -> RecordedJob:
+    """Layers that send 840 slots, padded, or so many rows, unpadded."""
+    rows = replace(SIZES, capacity=capacity, num_tokens=2 * SIZES.capacity)
+    ways = {
+        "flat": RecordedAllToAll("flat", made_up()),
+        "unpadded flat": RecordedAllToAll("flat", made_up(), rows=rows),
+    }
+    return job_of(kinds=(RecordedKind(LABELS, GROUPS, SIZES, ways),))
+
+
+def test_rows_are_chosen_where_they_are_clearly_fewer_than_slots_and_numbers_of_rows_count() -> None:
+    job = half_empty()
+    planner, space = Planner({}, job.settings), job.settings.space("best")
+    options = job.options("off", (0.0, 0.0))
+    plan = planner.plan(PlanRequest(options, space, "off"))
+    assert plan.alltoalls == ("unpadded flat",) * 3
+    rows = options[0]["unpadded flat"]
+    alpha_ms = rows.costs.forward["A2A_IN"].ms(0.0)
+    assert 0 < alpha_ms < plan.alltoalls_ms[0]["unpadded flat"]
+    moe_ms = sum(each.time_ms for each in planner.choose(rows, space))
+    assert plan.alltoalls_ms[0]["unpadded flat"] == pytest.approx(moe_ms + alpha_ms)
+    assert planner.plan(stock_request(options)).alltoalls == ("flat",) * 3
+    # One slot in a hundred is empty.
+    nearly_full = half_empty(SIZES.capacity * 99 // 100).options("off", (0.0, 0.0))
+    assert planner.plan(PlanRequest(nearly_full, space, "off")).alltoalls == ("flat",) * 3
+
+
+@pytest.mark.parametrize("way", ["flat", "unpadded flat"])
+def test_a_run_is_predicted_with_the_dispatch_that_it_had(way: str) -> None:
+    job = half_empty()
+    rows = [
+        {"layer": label, "phase": phase, "degree": 1, "order": "paper", "alltoall": "flat", "way": way}
+        for label in LABELS
+        for phase in ("forward", "backward")
+    ]
+    ran = ran_of(job, rows)
+    assert ran.alltoalls == (way,) * 3
+    alone, named = with_dispatch_of(job, ran)
+    assert named.alltoalls == ("flat",) * 3
+    assert [list(kind.alltoalls) for kind in alone.kinds] == [["flat"]]
+    assert alone.kinds[0].shape.capacity == SIZES.capacity // (1 + (way != "flat"))
+    waits_ms = 0.0 if way == "flat" else 3 * job.options("off", (0.0, 0.0))[0][way].forward.before[0].size
+    before, after = WhatIf(job).as_ran(ran), WhatIf(alone).as_ran(named)
+    assert before.step_ms == pytest.approx(after.step_ms + waits_ms)
 
 
 def test_every_micro_batch_counts_and_gradients_travel_with_the_last() -> None:

@@ -38,7 +38,7 @@ from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob, RecordedKind, job_from_data
-from ds_fsmoe.planning.job.what_if import Prediction, Ran, WhatIf, ran_of
+from ds_fsmoe.planning.job.what_if import Prediction, Ran, WhatIf, ran_of, with_dispatch_of
 from ds_fsmoe.planning.placement_costs import Prices
 from ds_fsmoe.planning.timeline import IDEAL
 from ds_fsmoe.planning.workload import ALLTOALLS
@@ -94,7 +94,7 @@ def calibrated(folder: Path, cluster_name: str | None = None) -> Calibrated:
         raise ValueError(f"--from-trace {folder}: no step after the trials has a breakdown")
     try:
         job = job_from_data(run.measured)
-        ran = ran_of(job, run.plans.get("layers", ()))
+        job, ran = with_dispatch_of(job, ran_of(job, run.plans.get("layers", ())))
     except ValueError as error:
         raise ValueError(f"--from-trace {folder}: {MEASURED}: {error}") from error
     own = run.folder / CLUSTER

@@ -33,7 +33,7 @@ from ds_fsmoe.planning.decide.model_plan import ModelPlan
 from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, PlanRequest, SearchSpace, requests_to_plan
 from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.decide.search import Choice, choose
-from ds_fsmoe.planning.schedule import EXPERT_GRAD, Lane
+from ds_fsmoe.planning.schedule import EXPERT_GRAD, REST, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer
 from ds_fsmoe.untrusted import suggested
@@ -130,7 +130,10 @@ class Planner:
         self._learn((layer, space, ()) for each, space in zip(options, spaces, strict=True) for layer in each.values())
         fastest, times = [], []
         for of_layer, space in zip(options, spaces, strict=True):
-            of_names = {name: sum(each.time_ms for each in self.choose(of, space)) for name, of in of_layer.items()}
+            of_names = {
+                name: _waiting_ms(of) + sum(each.time_ms for each in self.choose(of, space))
+                for name, of in of_layer.items()
+            }
             first, best = next(iter(of_names)), min(of_names, key=of_names.__getitem__)
             fastest.append(best if of_names[best] < (1 - MIN_GAIN) * of_names[first] else first)
             times.append(of_names)
@@ -339,6 +342,11 @@ class Planner:
         )
         self._curves[key] = prices
         return prices
+
+
+def _waiting_ms(layer: Layer) -> float:
+    """Return the ms that a layer waits for numbers of rows ahead of its MoE part."""
+    return sum(each.size for each in layer.forward.before if each.kind == REST)
 
 
 def _lanes(gradients: Sequence[Slice | Gradient]) -> tuple[Lane, ...]:

@@ -19,9 +19,9 @@ from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.groups import Fanout, Groups, PlacedGroups, Placement
 from ds_fsmoe.planning.job.measured import LayerProfile, Slowdowns, Timing
 from ds_fsmoe.planning.phase_plan import gradient_lanes
-from ds_fsmoe.planning.schedule import GRADIENT_TASKS, Lane
+from ds_fsmoe.planning.schedule import GRADIENT_TASKS, REST, Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.planning.workload import ALLTOALLS, ALLTOALLS_OF_BEFORE, AllToAll, Gradient, Layer
+from ds_fsmoe.planning.workload import ALLTOALLS, ALLTOALLS_OF_BEFORE, AllToAll, Gradient, Layer, Work
 from ds_fsmoe.untrusted import MOST_LAYERS, MOST_POSITIONS
 
 
@@ -35,6 +35,8 @@ class RecordedAllToAll:
     """What was measured; ``None``: nothing."""
     fitted: LayerCosts | None = None
     """What was fitted to a trace instead."""
+    rows: CallShape | None = None
+    """The sizes of a call if dispatch is unpadded with it, and padded otherwise; ``None``: as in the whole kind."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,11 @@ class RecordedJob:
         found: dict[int, dict[str, Layer]] = {}
         for number, kind in enumerate(self.kinds):
             gradients = self._gradients(kind.groups, count, keeps_tensors=mode == "micro_ops")
-            found[number] = {
-                name: layer_of_call(
-                    kind.groups, kind.shape, self._sending(kind, name, mode), way.planned, shares_ms, gradients
-                )
-                for name, way in kind.alltoalls.items()
-            }
+            found[number] = {}
+            for name, way in kind.alltoalls.items():
+                of_call = kind.groups, way.rows or kind.shape, self._sending(kind, name, mode), way.planned
+                layer = layer_of_call(*of_call, shares_ms, gradients)
+                found[number][name] = layer if way.rows is None else _exchanging_counts(layer)
         return [found[self.kinds.index(self.kind_of(label))] for label in self.labels]
 
     def _sending(self, kind: RecordedKind, name: str, mode: Mode) -> LayerCosts:
@@ -203,6 +204,15 @@ class RecordedJob:
         return replace(self, kinds=kinds, slowed=Slowdowns(factors), _costs={})
 
 
+def _exchanging_counts(layer: Layer) -> Layer:
+    """Return a layer that waits for numbers of rows ahead of its forward: for as many messages, of no size."""
+    assert layer.costs is not None
+    sends = [each.kind for each in layer.forward.moe.ahead if each.group == "ep"]
+    time_ms = sum(layer.costs.forward[kind].ms(0.0) for kind in sends)
+    waits = Work(REST, (Lane.COMPUTE,), time_ms, launches=0)
+    return replace(layer, forward=replace(layer.forward, before=(waits,)))
+
+
 def _middle_share(tensors_bytes: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Return the bytes of the tensors in the middle one of ``count`` equal parts."""
     share = sum(tensors_bytes) // count
@@ -252,6 +262,7 @@ def _kind_as_data(kind: RecordedKind) -> dict[str, Any]:
         "ways": {
             name: {"planned": way.planned}
             | ({} if way.profile is None else {"measured": _profile_as_data(way.profile)})
+            | ({} if way.rows is None else {"rows": asdict(way.rows)})
             for name, way in kind.alltoalls.items()
         },
         "is_uncut": kind.is_unchunked,
@@ -320,21 +331,24 @@ def _one_of(value: Any, choices: tuple[str, ...]) -> Any:
     return value
 
 
+def _shape(data: Any) -> CallShape:
+    fanout = None if data["crossings"] is None else Fanout(**data["crossings"])
+    return CallShape(**(data | {"slices_bytes": (), "wires": tuple(map(float, data["wires"])), "crossings": fanout}))
+
+
 def _kind(data: Any) -> RecordedKind:
-    shape = data["shape"] | {"slices_bytes": (), "wires": tuple(map(float, data["shape"]["wires"]))}
-    if shape["crossings"] is not None:
-        shape["crossings"] = Fanout(**shape["crossings"])
     ways = {
         ALLTOALLS_OF_BEFORE.get(name, name): RecordedAllToAll(
             cast(AllToAll, _one_of(ALLTOALLS_OF_BEFORE.get(way["planned"], way["planned"]), ALLTOALLS)),
             _profile(way["measured"]) if "measured" in way else None,
+            rows=_shape(way["rows"]) if "rows" in way else None,
         )
         for name, way in data["ways"].items()
     }
     return RecordedKind(
         tuple(data["labels"]),
         _groups(data["groups"]),
-        CallShape(**shape),
+        _shape(data["shape"]),
         ways,
         bool(data["is_uncut"]),
         data["num_choices"],

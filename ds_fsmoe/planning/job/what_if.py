@@ -21,7 +21,7 @@ from ds_fsmoe.planning.decide.plan import Planner, mode_of
 from ds_fsmoe.planning.decide.plan_requests import Degree, PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.presets import BEST, preset
 from ds_fsmoe.planning.job.recorded_costs import RecordedJob
-from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE
+from ds_fsmoe.planning.workload import ALLTOALLS_OF_BEFORE, UNPADDED
 
 _TURNS = 22
 """The halvings by which a number is found that explains a measured time."""
@@ -93,10 +93,32 @@ def ran_of(job: RecordedJob, rows: Sequence[Mapping[str, Any]]) -> Ran:
             Order(row["degree"], row["order"], row.get("conversions", "links")) for row in found if row is not None
         )
         orders.append((forward, backward))
-        ways, planned = job.kind_of(label).alltoalls, (found[0] or {}).get("alltoall")
-        planned = ALLTOALLS_OF_BEFORE.get(str(planned), planned)
-        alltoalls.append(next((name for name, way in ways.items() if way.planned == planned), next(iter(ways))))
+        ways, row = job.kind_of(label).alltoalls, found[0] or {}
+        planned = ALLTOALLS_OF_BEFORE.get(str(row.get("alltoall")), row.get("alltoall"))
+        by_kind = next((name for name, way in ways.items() if way.planned == planned), next(iter(ways)))
+        alltoalls.append(row["way"] if row.get("way") in ways else by_kind)
     return Ran(tuple(orders), tuple(alltoalls))
+
+
+def with_dispatch_of(job: RecordedJob, ran: Ran) -> tuple[RecordedJob, Ran]:
+    """Return a job whose layers have the dispatch with which they ran, and no other; and how they ran, in its words.
+
+    Args:
+        job: the job.
+        ran: how it was run.
+    """
+    name_of = dict(zip(job.labels, ran.alltoalls, strict=True))
+    kinds = []
+    for kind in job.kinds:
+        rows = next((kind.alltoalls[name_of[each]].rows for each in kind.labels if each in name_of), None)
+        ways = {
+            name.removeprefix(UNPADDED): replace(way, rows=None)
+            for name, way in kind.alltoalls.items()
+            if (way.rows is None) == (rows is None)
+        }
+        kinds.append(replace(kind, shape=rows or kind.shape, alltoalls=ways))
+    names = tuple(each.removeprefix(UNPADDED) for each in ran.alltoalls)
+    return replace(job, kinds=tuple(kinds), _costs={}), replace(ran, alltoalls=names)
 
 
 class WhatIf:
