@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "ds_fsmoe.offline.plan.command",
     "profile": "ds_fsmoe.offline.commands.profile",
     "report": "ds_fsmoe.offline.commands.report",
+    "tune": "ds_fsmoe.offline.commands.tune",
 }
 MOVED = {"scale": "benchmarks.simulations.scale", "simulate-paper": "benchmarks.simulations.paper"}
 """Commands of before -> the module of a checkout that does it now."""
