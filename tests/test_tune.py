@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,11 @@ from typing import Any
 import pytest
 
 from ds_fsmoe.cli import main
+from ds_fsmoe.files.runs import read_run
 from ds_fsmoe.offline.commands.layouts import (
-    Asked,
+    AllowedSizes,
+    ExpertLayout,
     Job,
-    Layout,
     changes_of,
     in_order,
     layouts_of,
@@ -23,15 +26,18 @@ from ds_fsmoe.offline.commands.layouts import (
     words_of_changes,
 )
 from ds_fsmoe.offline.commands.training_command import find_config
-from ds_fsmoe.offline.commands.tune import AS_IT_IS, Trial, contenders
+from ds_fsmoe.offline.commands.tune import AS_IT_IS, LayoutTrial, contenders
+from tests.built_ops import build_ops
+from tests.python_path import python_path
+from tests.scripts import ROOT
 
-OWN = Layout(2, 1, 2)
+OWN = ExpertLayout(2, 1, 2)
 HUGGING_FACE = Job(4, (8, 8), False, OWN)
 STOCKS = Job(4, (8, 8), True, OWN)
 # Writes the record of a run without training. The first argument says what it does with each ep_size, the second is the
 # config, and to the third it adds the block of each run: a number is the ms of a step, other words an end.
 RUNS = """
-import json, pathlib, sys, time
+import json, pathlib, signal, sys
 
 config = json.loads(pathlib.Path(sys.argv[2]).read_text())
 block = config["fsmoe"]
@@ -49,7 +55,7 @@ facts["zero_stage"] = config.get("zero_optimization", {}).get("stage", 0)
 if does == "memory":
     raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
 if does == "hang":
-    time.sleep(600)
+    signal.pause()
 if does == "fail":
     raise ValueError("experts: are not divisible")
 if does == "wide":
@@ -164,8 +170,8 @@ def test_a_config_that_needs_too_much_memory_is_replaced_by_one_that_fits(
 
 
 def test_a_first_run_that_does_not_begin_ends_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune(config, {"2": "no record"})[0] == 2
-    assert "the training ended without a record: does the script use ds_fsmoe?" in capsys.readouterr().err
+    assert tune(config, {"2": "no record"})[0] == 1
+    assert "no record: does the script use ds_fsmoe?" in capsys.readouterr().err
     command = [sys.executable, "-c", "raise RuntimeError('no data')", str(config)]
     assert main(["tune", "--out", str(config.parent / "out"), "--", *command]) == 1
     assert "failed: RuntimeError: no data" in capsys.readouterr().err
@@ -220,33 +226,33 @@ def test_a_config_without_our_block_is_tuned_against_stock(config: Path, capsys:
 
 
 def test_all_sizes_that_divide_ranks_and_experts_are_layouts_and_no_others() -> None:
-    found = layouts_of(HUGGING_FACE, Asked())
-    assert found == [Layout(1, 1, 2), Layout(4, 1, 2)]
-    assert layouts_of(Job(4, (6, 8), False, OWN), Asked()) == [Layout(1, 1, 2)]
-    assert layouts_of(STOCKS, Asked()) == [Layout(2, 2, 2)]
+    found = layouts_of(HUGGING_FACE, AllowedSizes())
+    assert found == [ExpertLayout(1, 1, 2), ExpertLayout(4, 1, 2)]
+    assert layouts_of(Job(4, (6, 8), False, OWN), AllowedSizes()) == [ExpertLayout(1, 1, 2)]
+    assert layouts_of(STOCKS, AllowedSizes()) == [ExpertLayout(2, 2, 2)]
     # Ranks do not share an expert at ZeRO 3.
-    assert layouts_of(STOCKS, Asked(zero_stages=(2, 3))) == [Layout(2, 2, 2), Layout(2, 1, 3)]
+    assert layouts_of(STOCKS, AllowedSizes(zero_stages=(2, 3))) == [ExpertLayout(2, 2, 2), ExpertLayout(2, 1, 3)]
 
 
 def test_layouts_come_in_the_order_of_predictions_and_else_the_nearest_first() -> None:
-    job = Job(8, (8,), False, Layout(2, 1, 2))
-    layouts = layouts_of(job, Asked())
+    job = Job(8, (8,), False, ExpertLayout(2, 1, 2))
+    layouts = layouts_of(job, AllowedSizes())
     assert [each.ep_size for each in in_order(layouts, job, {(8, 1): 3.0, (1, 1): 2.0})] == [1, 8, 4]
-    assert [each.ep_size for each in in_order(layouts, job, {})] == [1, 4, 8]
+    assert [each.ep_size for each in in_order(layouts, job, {})] == [4, 1, 8]
 
 
 def test_an_auto_size_is_written_as_the_number_that_was_tried() -> None:
     config = {"fsmoe": {"enabled": True, "ep_size": "auto"}, "zero_optimization": {"stage": 2}}
-    changes = changes_of(Layout(2, 1, 3), HUGGING_FACE, config)
+    changes = changes_of(ExpertLayout(2, 1, 3), HUGGING_FACE, config)
     assert words_of_changes(changes) == "ep_size = 2, zero_optimization.stage = 3"
-    assert words_of_changes(changes_of(Layout(2, 2, 2), STOCKS, config)) == "expert_tensor_parallel_size = 2"
+    assert words_of_changes(changes_of(ExpertLayout(2, 2, 2), STOCKS, config)) == "expert_tensor_parallel_size = 2"
 
 
 def test_a_contender_is_whose_interval_overlaps_that_of_the_fastest() -> None:
     fast, close, slow = (
-        Trial(name, times_ms=times) for name, times in (("a", [9, 10, 11]), ("b", [10, 12]), ("c", [30, 31]))
+        LayoutTrial(name, times_ms=times) for name, times in (("a", [9, 10, 11]), ("b", [10, 12]), ("c", [30, 31]))
     )
-    failed = Trial("d", state="out of memory", times_ms=[1, 2])
+    failed = LayoutTrial("d", state="out of memory", times_ms=[1, 2])
     assert contenders([slow, close, fast, failed]) == [fast, close]
 
 
@@ -280,9 +286,9 @@ def test_wrong_arguments_are_named_before_anything_starts(config: Path, capsys: 
         main(["tune", "--ep-sizes", "one", "--", *named])
     assert "must be whole numbers with commas between them" in capsys.readouterr().err
     with pytest.raises(ValueError, match="--ep-sizes 3: must divide the 4 ranks and the 8 experts of a layer"):
-        layouts_of(HUGGING_FACE, Asked(ep_sizes=(3,)))
+        layouts_of(HUGGING_FACE, AllowedSizes(ep_sizes=(3,)))
     with pytest.raises(ValueError, match=r"whose ep_size is an argument in the script; leave it out"):
-        layouts_of(STOCKS, Asked(ep_sizes=(1,)))
+        layouts_of(STOCKS, AllowedSizes(ep_sizes=(1,)))
     assert micro_batches_of(json.loads(config.read_text()), (2, 8), "x") == [None, 8]
 
 
@@ -304,3 +310,61 @@ def test_a_block_that_is_given_is_tuned_without_a_config(
     else:
         assert """give it instead: --fsmoe '{"enabled": true, "ep_size": 4}'""" in said
     assert file.read_text() == block
+
+
+SCRIPT = """
+import argparse
+
+import deepspeed
+import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=0)
+args = parser.parse_args()
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+words = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}
+model = OlmoeForCausalLM(OlmoeConfig(num_experts=8, num_experts_per_tok=2, **sizes, **words)).train()
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+while True:
+    tokens = torch.randint(64, (engine.train_micro_batch_size_per_gpu(), 16))
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_knows_nothing_of_us_is_tuned_on_two_ranks_and_ends_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What an installed package does: its .pth file is read by every interpreter that starts.
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth", site)
+    (site / "sitecustomize.py").write_text("import os, site; site.addsitedir(os.path.dirname(__file__))\n")
+    path = f"{site}{os.pathsep}{python_path()}"
+    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    build_ops()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    config = tmp_path / "ds_config.json"
+    block = {"enabled": True, "autotune": {"enabled": True, "trials": 1}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "fsmoe": block}))
+    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    command = [*launcher, str(tmp_path / "train.py"), "--deepspeed", "--deepspeed_config", str(config)]
+    options = ["--steps", "6", "--rounds", "1", "--out", str(tmp_path / "out"), "--limit-s", "600"]
+    assert main(["tune", *options, "--", *command]) == 0
+    said = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in said.splitlines() if line.endswith("  ok")] == [
+        f"{AS_IT_IS} (ep_size 2)",
+        "ep_size = 1",
+    ]
+    for folder, ep_size in (("00", 2), ("01", 1)):
+        run = read_run(tmp_path / "out" / folder)
+        assert run.problems == []
+        assert run.facts["layers"]["L00"]["ep_size"] == ep_size
+        settled = run.plans["settled_at"]
+        assert len([row for row in run.steps if row["step"] > settled]) == 9
+        assert run.steps[-1]["step"] < 106

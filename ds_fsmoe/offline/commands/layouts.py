@@ -18,7 +18,7 @@ from typing import Any
 
 from ds_fsmoe.files.runs import Run
 from ds_fsmoe.offline.commands.training_command import TrainingCommand
-from ds_fsmoe.offline.plan.from_trace import calibrated, elsewhere
+from ds_fsmoe.offline.plan.from_trace import calibrated, what_if_on
 from ds_fsmoe.planning.job.other_ranks import OtherRanks
 from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, AllToAll
 
@@ -34,7 +34,7 @@ _ALLTOALLS: tuple[AllToAll | None, ...] = (None, "flat", NODE_DEDUPLICATED)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """Holds the sizes of a layout."""
 
     ep_size: int
@@ -45,7 +45,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Asked:
+class AllowedSizes:
     """Holds the sizes that a user allows; ``None``: what :func:`layouts_of` finds."""
 
     ep_sizes: Sequence[int] | None = None
@@ -65,7 +65,7 @@ class Job:
     """The number of each layer."""
     own_ep_size: bool
     """Whether the layers are DeepSpeed's, whose size is the script's."""
-    layout: Layout
+    layout: ExpertLayout
     """As the config is."""
 
     @classmethod
@@ -86,17 +86,17 @@ class Job:
         esp_size = next((block[name] for name in ESP_NAMES if name in block), 1)
         kinds = run.measured.get("kinds") or [{}]
         stages = (kinds[0].get("groups") or {}).get("pp", 1)
-        layout = Layout(ep_size, esp_size, facts.get("zero_stage", 0))
+        layout = ExpertLayout(ep_size, esp_size, facts.get("zero_stage", 0))
         experts = tuple(each["experts"] for each in layers)
         return cls(facts.get("world_size", 1) // stages, experts, own_ep_size, layout)
 
-    def fits(self, layout: Layout) -> bool:
+    def fits(self, layout: ExpertLayout) -> bool:
         """Return True if the ranks and the experts can be divided so."""
         is_divided = self.ranks % (layout.ep_size * layout.esp_size) == 0
         return is_divided and not any(each % layout.ep_size for each in self.experts)
 
 
-def layouts_of(job: Job, asked: Asked) -> list[Layout]:
+def layouts_of(job: Job, asked: AllowedSizes) -> list[ExpertLayout]:
     """Return the layouts that are allowed and possible, without the present one.
 
     Raises:
@@ -123,7 +123,7 @@ def layouts_of(job: Job, asked: Asked) -> list[Layout]:
                     f"{flag} {each}: must divide the {job.ranks} ranks and the {experts} experts of a layer"
                 )
     found = [
-        Layout(ep_size, esp_size, stage, micro_batch)
+        ExpertLayout(ep_size, esp_size, stage, micro_batch)
         for stage in stages
         for micro_batch in asked.micro_batches or (None,)
         for esp_size in esp_sizes
@@ -133,7 +133,7 @@ def layouts_of(job: Job, asked: Asked) -> list[Layout]:
     return [each for each in fitting if each != own]
 
 
-def predicted_ms(folder: Path, job: Job, layouts: Iterable[Layout]) -> dict[tuple[int, int], float]:
+def predicted_ms(folder: Path, job: Job, layouts: Iterable[ExpertLayout]) -> dict[tuple[int, int], float]:
     """Predict a step with experts over other ranks from the measurements of a run.
 
     Args:
@@ -155,22 +155,24 @@ def predicted_ms(folder: Path, job: Job, layouts: Iterable[Layout]) -> dict[tupl
         ways_ms = [found.get((ep, esp), math.inf)]
         for alltoall in _ALLTOALLS if (ep, esp) not in found else ():
             with suppress(ValueError):  # these ranks cannot have it, or the cluster lacks a number
-                what_if = elsewhere(run, OtherRanks(ep=ep, esp=esp, alltoall=alltoall))
+                what_if = what_if_on(run, OtherRanks(ep=ep, esp=esp, alltoall=alltoall))
                 ways_ms.append(run.step_of(what_if.by_schedule(what_if.job.schedule)))
         if math.isfinite(min(ways_ms)):
             found[ep, esp] = min(ways_ms)
     return found
 
 
-def in_order(layouts: Sequence[Layout], job: Job, known_ms: Mapping[tuple[int, int], float]) -> list[Layout]:
+def in_order(
+    layouts: Sequence[ExpertLayout], job: Job, known_ms: Mapping[tuple[int, int], float]
+) -> list[ExpertLayout]:
     """Return layouts, those that are predicted to be fastest first; those without a prediction follow, the nearest to
     the present one first."""
 
-    def key(layout: Layout) -> tuple[float, ...]:
+    def key(layout: ExpertLayout) -> tuple[float, ...]:
         own = job.layout
         ms = known_ms.get((layout.ep_size, layout.esp_size), math.inf)
         ep, esp = (abs(math.log(each)) for each in (layout.ep_size / own.ep_size, layout.esp_size / own.esp_size))
-        return ms, ep + esp, abs(layout.zero_stage - own.zero_stage), layout.micro_batch or 0
+        return ms, ep + esp, abs(layout.zero_stage - own.zero_stage), layout.micro_batch or 0, -layout.ep_size
 
     return sorted(layouts, key=key)
 
@@ -178,7 +180,7 @@ def in_order(layouts: Sequence[Layout], job: Job, known_ms: Mapping[tuple[int, i
 # ---- what a layout changes in the config
 
 
-def changes_of(layout: Layout, job: Job, config: Mapping[str, Any]) -> list[Change]:
+def changes_of(layout: ExpertLayout, job: Job, config: Mapping[str, Any]) -> list[Change]:
     """Return the fields of a config that a layout sets to another value."""
     block, own = config.get("fsmoe", {}), job.layout
     esp_name = next((each for each in ESP_NAMES if each in block), ESP_NAMES[0])

@@ -140,7 +140,7 @@ def find_config(
             found.append((argument, subject))
         else:
             without.append(str(path))
-            if isinstance(config, Mapping) and not _OF_BATCH.isdisjoint(config):
+            if isinstance(config, Mapping) and "fsmoe" not in config and not _OF_BATCH.isdisjoint(config):
                 stock.append((argument, subject))
     found = found or ([] if needs_block else stock)
     if len(found) == 1:

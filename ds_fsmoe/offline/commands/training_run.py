@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -119,6 +120,8 @@ def _train(
             job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=variables)
         except OSError as error:
             raise ValueError(f"{command[0]}: cannot be started: {error}") from error
+        # Told to end, this process ends the job as at Ctrl-C.
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             with Progress(f"{of}: training", steps) as progress:
                 start_s, is_told = time.monotonic(), False
@@ -135,6 +138,7 @@ def _train(
             return job.returncode
         finally:
             _end(job)
+            signal.signal(signal.SIGTERM, before)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:

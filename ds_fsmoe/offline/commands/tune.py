@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import statistics
 import time
@@ -27,8 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scipy.special import stdtrit
-
 from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
 from ds_fsmoe.engine.command_line import OPTION
 from ds_fsmoe.files.runs import RUN, Run, read_run
@@ -36,10 +33,10 @@ from ds_fsmoe.files.whole_files import OF_TUNE, check_folders, write_whole
 from ds_fsmoe.offline.commands.layouts import (
     FAR,
     MICRO_BATCH,
-    Asked,
+    AllowedSizes,
     Change,
+    ExpertLayout,
     Job,
-    Layout,
     changes_of,
     in_order,
     layouts_of,
@@ -65,7 +62,7 @@ from ds_fsmoe.offline.commands.training_run import (
     claim_out,
     run_training,
 )
-from ds_fsmoe.offline.report.comparison import CONFIDENCE, FEWEST_STEPS, WARM_UP, settled_after, step_times_ms
+from ds_fsmoe.offline.report.comparison import FEWEST_STEPS, WARM_UP, reach_of_mean, settled_after, step_times_ms
 from ds_fsmoe.terminal.screen import RED, print_coloured
 from ds_fsmoe.terminal.tables import print_table
 
@@ -148,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         )
     subject = given or find_config(command, "tune", args.config, needs_block=False)
     micro_batches = micro_batches_of(subject.config, args.micro_batch_sizes or (), str(subject.file))
-    asked = Asked(args.ep_sizes, args.expert_tensor_parallel_sizes, args.zero_stages or (), micro_batches)
+    asked = AllowedSizes(args.ep_sizes, args.expert_tensor_parallel_sizes, args.zero_stages or (), micro_batches)
     output = args.output
     if output is None and subject.file is not None:
         output = subject.file.with_name(f"{subject.file.stem}.tuned.json")
@@ -169,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass
-class Trial:
+class LayoutTrial:
     """Holds a layout and what its runs took."""
 
     name: str
@@ -191,17 +188,15 @@ class Trial:
 
     @property
     def reach_ms(self) -> float:
-        """Return half the length of the 95% interval of the mean: Student's, over the steps."""
-        count = len(self.times_ms)
-        quantile = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2))
-        return quantile * statistics.stdev(self.times_ms) / math.sqrt(count)
+        """Return half the length of the 95% interval of that mean, over the steps."""
+        return reach_of_mean(self.times_ms)
 
-    def is_apart(self, slower: Trial) -> bool:
+    def is_apart(self, slower: LayoutTrial) -> bool:
         """Return True if the whole interval is below another's."""
         return self.step_ms + self.reach_ms < slower.step_ms - slower.reach_ms
 
 
-def contenders(trials: Sequence[Trial]) -> list[Trial]:
+def contenders(trials: Sequence[LayoutTrial]) -> list[LayoutTrial]:
     """Return the fastest trial and those whose intervals overlap its interval, the fastest first."""
     timed = sorted((each for each in trials if each.is_ok), key=lambda each: each.step_ms)
     return [each for each in timed if not timed[0].is_apart(each)]
@@ -216,13 +211,13 @@ class Tuning:
         args: the arguments of this command.
     """
 
-    def __init__(self, subject: TrainingCommand, asked: Asked, args: argparse.Namespace) -> None:
+    def __init__(self, subject: TrainingCommand, asked: AllowedSizes, args: argparse.Namespace) -> None:
         self._subject, self._asked, self._args = subject, asked, args
         self._out: Path = args.out.resolve()
         self._limit_s: float = args.limit_s or _FIRST_S
         self._num_runs = 0
         self._tokens: float | None = None
-        self.trials: list[Trial] = [Trial(AS_IT_IS)]
+        self.trials: list[LayoutTrial] = [LayoutTrial(AS_IT_IS)]
 
     def try_all(self) -> bool:
         """Run the config as it is and the layouts that are predicted to be fastest, and again those that are about as
@@ -232,20 +227,18 @@ class Tuning:
             True if a run could be timed.
 
         Raises:
-            ValueError: the training recorded nothing, or a size that was asked for is impossible.
+            ValueError: a size that was asked for is impossible.
         """
         began_s = time.monotonic()
         folder = self._try(self.trials[0])
         if not (folder / RUN).exists():
-            if self.trials[0].state != OK:
-                print_coloured(f"tune: no layout was tried, as the first run has not begun; log: {folder / LOG}", RED)
-                return False
-            raise ValueError(f"the training ended without a record: {NO_ENTRY_POINT}")
+            print_coloured(f"tune: no layout was tried, as the first run recorded nothing; log: {folder / LOG}", RED)
+            return False
         if self._args.limit_s is None and self.trials[0].is_ok:
             self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - began_s))
         if read_run(folder).is_stock:
             # Of stock's layers nothing is measured, and a size may be chosen by the engine.
-            self.trials.append(Trial(words_of_changes(enabled := [(("fsmoe", "enabled"), True)]), enabled))
+            self.trials.append(LayoutTrial(words_of_changes(enabled := [(("fsmoe", "enabled"), True)]), enabled))
             folder = self._try(self.trials[-1])
         if (folder / RUN).exists():
             self._try_layouts(folder)
@@ -270,7 +263,7 @@ class Tuning:
         least_ms, num_tried = min(known_ms.values(), default=0.0), 0
         for layout in in_order(layouts, job, known_ms):
             changes = changes_of(layout, job, self._subject.config)
-            trial = Trial(words_of_changes(changes), changes, self._shown_ms(layout, job, known_ms))
+            trial = LayoutTrial(words_of_changes(changes), changes, self._shown_ms(layout, job, known_ms))
             self.trials.append(trial)
             ms = known_ms.get((layout.ep_size, layout.esp_size), 0.0)
             if ms > FAR * least_ms:
@@ -281,12 +274,12 @@ class Tuning:
                 num_tried += 1
                 self._try(trial)
 
-    def _shown_ms(self, layout: Layout, job: Job, known_ms: Mapping[tuple[int, int], float]) -> float | None:
+    def _shown_ms(self, layout: ExpertLayout, job: Job, known_ms: Mapping[tuple[int, int], float]) -> float | None:
         """Return the prediction of a layout: other ZeRO stages and micro-batches have none."""
         is_known = layout.zero_stage == job.layout.zero_stage and layout.micro_batch is None
         return known_ms.get((layout.ep_size, layout.esp_size)) if is_known else None
 
-    def _try(self, trial: Trial) -> Path:
+    def _try(self, trial: LayoutTrial) -> Path:
         """Run a layout, and return the folder of the run."""
         folder = self._out / f"{self._num_runs:02}"
         self._num_runs += 1
@@ -304,8 +297,11 @@ class Tuning:
         began_s = time.time()
         status = run_training("tune", subject, planned, self._limit_s, DS_FSMOE="1")
         trial.state = self._state_of(status, folder, began_s)
-        if trial.state == OK and (folder / RUN).exists():
-            self._read(read_run(folder), trial)
+        if trial.state == OK:
+            if (folder / RUN).exists():
+                self._read(read_run(folder), trial)
+            else:
+                trial.state = f"no record: {NO_ENTRY_POINT}"
         if trial.is_ok:
             print(f"tune: {trial.name}: {trial.step_ms:.4g} ms +- {trial.reach_ms:.2g}", flush=True)
         elif trial.state != OK:
@@ -323,7 +319,7 @@ class Tuning:
             return "out of memory"
         return f"failed: {last[:_WIDEST_ERROR] or f'exit status {status}'}"
 
-    def _read(self, run: Run, trial: Trial) -> None:
+    def _read(self, run: Run, trial: LayoutTrial) -> None:
         """Read the steps of a run that ended as it should."""
         settled = settled_after(run)
         times_ms = step_times_ms(run, settled)
@@ -343,7 +339,7 @@ class Tuning:
         trial.times_ms += times_ms
 
 
-def print_trials(trials: Sequence[Trial]) -> None:
+def print_trials(trials: Sequence[LayoutTrial]) -> None:
     """Print the table of layouts."""
     as_it_is = trials[0]
     rows = []
@@ -358,7 +354,7 @@ def print_trials(trials: Sequence[Trial]) -> None:
     print("+-: 95% interval of the mean, by how much steps vary; layouts ran one after another")
 
 
-def conclude(trials: Sequence[Trial], subject: TrainingCommand, output: Path | None) -> None:
+def conclude(trials: Sequence[LayoutTrial], subject: TrainingCommand, output: Path | None) -> None:
     """Print the fastest layout, and write its config if it is faster than the config as it is.
 
     Args:
