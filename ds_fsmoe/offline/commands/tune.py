@@ -303,7 +303,7 @@ class Tuning:
             else:
                 trial.state = f"no record: {NO_ENTRY_POINT}"
         if trial.is_ok:
-            print(f"tune: {trial.name}: {trial.step_ms:.4g} ms +- {trial.reach_ms:.2g}", flush=True)
+            print(f"tune: {trial.name}: {trial.step_ms:.1f} ms +- {trial.reach_ms:.1f}", flush=True)
         elif trial.state != OK:
             print_coloured(f"tune: {trial.name}: {trial.state}", RED)
         return folder
