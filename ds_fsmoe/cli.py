@@ -21,6 +21,7 @@ COMMANDS = {
     "profile": "ds_fsmoe.offline.commands.profile",
     "remembered": "ds_fsmoe.offline.commands.remembered",
     "report": "ds_fsmoe.offline.commands.report",
+    "tune": "ds_fsmoe.offline.commands.tune",
 }
 MOVED = {"scale": "benchmarks.simulations.scale", "simulate-paper": "benchmarks.simulations.paper"}
 """Commands of before -> the module of a checkout that does it now."""

@@ -25,7 +25,10 @@ IN_BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"placement": {"polcy": "off"}}, "fsmoe.placement.polcy: unknown key; did you mean 'policy'?"),
     ({"trace": {"steps": [1, 2]}}, "fsmoe.trace.steps: unknown key; did you mean 'num_steps'?"),
     ({"foo": 1}, "fsmoe.foo: unknown key; docs/config.md describes all keys"),
-    ({"record": {"directory": "x"}}, "fsmoe.record.directory: unknown key; the keys are dir, stop_after"),
+    (
+        {"record": {"directory": "x"}},
+        "fsmoe.record.directory: unknown key; the keys are dir, stop_after, stop_after_settled",
+    ),
     ({"capacity_factor": 1.2}, "fsmoe.capacity_factor: unknown key; write it as fsmoe.gate.capacity_factor"),
     (
         {"gate": {"type": "deepseek", "num_group": 4}},
@@ -105,7 +108,7 @@ FILES = {
 OF_MODEL = "plan --cluster testbed_a --model mixtral-8x7b"
 ON_COMMAND_LINE: list[tuple[str, str]] = [
     ("plna", "ds_fsmoe plna: error: unknown command; did you mean 'plan'?"),
-    ("foo", "unknown command; the choices are clusters, compare, convert, env, plan, profile, report"),
+    ("foo", "unknown command; the choices are clusters, compare, convert, env, plan, profile, report, tune"),
     (f"{OF_MODEL} --nodse 2", "ds_fsmoe plan: error: --nodse: unknown argument; did you mean '--nodes'?"),
     ("env --breif", "ds_fsmoe env: error: --breif: unknown argument; did you mean '--brief'?"),
     ("clusters zzz", "zzz: unknown argument; run ds_fsmoe clusters --help for all options"),

@@ -165,3 +165,22 @@ def test_a_step_is_marked_if_something_was_tried_when_it_began(tmp_path: Path) -
     log = StepLog(engine, tmp_path / "steps.jsonl", 100, 0)
     log.mark_tuning(lambda: tuner.left > 0)
     assert [row.get("is_tuning", False) for row in rows_of(log, engine, 5)] == [True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("settled_at", "ends_at"), [(0, 2), (3, 5), (9, 7)], ids=["at once", "later", "never"])
+def test_a_job_ends_so_many_steps_after_plans_are_settled_or_at_its_bound(
+    settled_at: int, ends_at: int, tmp_path: Path
+) -> None:
+    engine, tuner = Engine(), SimpleNamespace(left=settled_at)
+
+    def step(inner: Any = engine.step) -> None:
+        inner()
+        tuner.left -= 1
+
+    engine.step = step
+    # A rank that writes nothing ends with the others.
+    log = StepLog(engine, None, 100, 7, stop_after_settled=2)
+    log.mark_tuning(lambda: False, lambda: tuner.left <= 0)
+    with pytest.raises(SystemExit):
+        rows_of(log, engine, 10)
+    assert engine.global_steps == ends_at

@@ -273,6 +273,9 @@ class RecordBlock(StrictShape):
         examples=["runs/one"],
     )
     stop_after: Int = Field(0, ge=0, description="stop after this many optimizer steps; 0: never")
+    stop_after_settled: Int = Field(
+        0, ge=0, description="stop this many optimizer steps after the autotuner has chosen; 0: never"
+    )
 
 
 class RoutingBlock(StrictShape):

@@ -149,11 +149,13 @@ class Config(Written):
             *,
             dir: str | None = ...,
             stop_after: int = ...,
+            stop_after_settled: int = ...,
         ) -> None:
             """
             Args:
                 dir: folder for the record, the same on every rank; an older record in it is replaced
                 stop_after: stop after this many optimizer steps; 0: never
+                stop_after_settled: stop this many optimizer steps after the autotuner has chosen; 0: never
             """
 
     class Routing(Written):

@@ -130,7 +130,7 @@ def watch_fsmoe(engine: Any) -> None:
     if record is not None:
         # The record outlives an engine without a call of destroy, and writes its end.
         autotune = (lambda: None) if state.autotune is None else weakref.ref(state.autotune)
-        record.steps.mark_tuning(lambda: _is_tuning(autotune()))
+        record.steps.mark_tuning(lambda: _is_tuning(autotune()), lambda: _is_settled(autotune()))
         state.telemetry.record = record
         state.telemetry.plans_changed()
 
@@ -138,6 +138,11 @@ def watch_fsmoe(engine: Any) -> None:
 def _is_tuning(autotune: Autotune | None) -> bool:
     """Return True if the next step measures or tries a plan."""
     return autotune is not None and (autotune.is_measuring or autotune.trials is not None)
+
+
+def _is_settled(autotune: Autotune | None) -> bool:
+    """Return True if plans are settled in the next step, or never change."""
+    return autotune is None or autotune.is_settled
 
 
 def watch_stock(engine: Any, block: FSMoEBlock) -> None:
@@ -174,7 +179,7 @@ def watch_stock(engine: Any, block: FSMoEBlock) -> None:
 
 def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: nn.Module | None) -> Record | None:
     asked = block.record
-    if asked.dir is None and not asked.stop_after:
+    if asked.dir is None and not asked.stop_after and not asked.stop_after_settled:
         return None
     if _is_recording():
         log_on_rank_0("fsmoe.record: another engine of this process is recorded, so this one is not", logging.WARNING)
@@ -186,7 +191,9 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
     problem, record = "", None
     try:
         owner = _claimed.pop() if _claimed else None
-        record = Record(engine, folder, asked.stop_after, rank_now(), facts, first_layer, owner)
+        record = Record(
+            *(engine, folder, asked.stop_after, rank_now(), facts, first_layer, owner), asked.stop_after_settled
+        )
     except OSError as error:
         problem = f"fsmoe.record.dir = {shown(asked.dir)}: cannot be written to: {error}"
     # Rank 0 alone writes, and no rank may continue to a collective without it.
@@ -200,9 +207,11 @@ def _record(engine: Any, block: FSMoEBlock, facts: dict[str, Any], first_layer: 
 def _layer(path: str, layer: nn.Module) -> dict[str, Any]:
     if not isinstance(layer, (MOELayer, FSMoEExperts)):
         # Transformers' own experts: each rank has them all, and what a token takes is not theirs to know.
-        return {"path": path, "experts": num_experts_of(layer), "ep_size": 1, "k": None}
+        return {"path": path, "experts": num_experts_of(layer), "ep_size": 1, "k": None, "own_ep_size": False}
     experts = layer.num_local_experts * layer.ep_size
-    return {"path": path, "experts": experts, "ep_size": layer.ep_size, "k": getattr(layer.gate, "k", None)}
+    # The script has given DeepSpeed's own layers their size, and no config changes it.
+    found = {"path": path, "experts": experts, "ep_size": layer.ep_size, "k": getattr(layer.gate, "k", None)}
+    return found | {"own_ep_size": isinstance(layer, MOELayer)}
 
 
 # ---- Reports what an engine of ours measured at the end of its steps: to DeepSpeed's monitors, and to the

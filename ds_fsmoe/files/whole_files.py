@@ -147,7 +147,9 @@ def to_disk(path: Path) -> None:
 
 OWNER = "fsmoe_owner.json"
 """The file in an unfinished checkpoint."""
-OF_RECORD, OF_ROUTING, OF_COMPARISON = (f".fsmoe_{each}_owner.json" for each in ("record", "routing", "comparison"))
+OF_RECORD, OF_ROUTING, OF_COMPARISON, OF_TUNE = (
+    f".fsmoe_{each}_owner.json" for each in ("record", "routing", "comparison", "tune")
+)
 """The files in folders that jobs write in one after another."""
 ONE_EACH = "use a folder per job, and destroy() an engine before the next one writes there"
 

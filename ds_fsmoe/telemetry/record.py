@@ -102,18 +102,25 @@ class StepLog:
         write_every: the number of steps between writes, so that the host seldom waits for the device.
         stop_after: the number of optimizer steps after which the process ends; 0: never.
         tokens: the count of tokens; ``None``: tokens are not counted.
+        stop_after_settled: the number of steps with settled plans after which it ends; 0: never.
     """
 
     def __init__(
-        self, engine: Any, file: Path | None, write_every: int, stop_after: int, tokens: TokenCount | None = None
+        self,
+        engine: Any,
+        file: Path | None,
+        write_every: int,
+        stop_after: int,
+        tokens: TokenCount | None = None,
+        stop_after_settled: int = 0,
     ) -> None:
         self._engine = weakref.ref(engine)
         self._file = file
         self._write_every = write_every
-        self._stop_after = stop_after
+        self._stops = {"stop_after": stop_after, "stop_after_settled": stop_after_settled}
         clock = clock_of(engine.device)
         self._stamp, self._elapsed_ms = clock.now, clock.elapsed_ms
-        self._num_steps = 0
+        self._num_steps = self._num_settled = 0
         self._open: list[tuple[str, Any, Any]] = []
         self._losses: list[torch.Tensor] = []
         self._last: Any = self._stamp()
@@ -122,8 +129,10 @@ class StepLog:
         self._memory = memory_reader(engine.device)
         self._tunes: Callable[[], bool] = lambda: False
         self._is_tuning = False
+        self._settles: Callable[[], bool] = lambda: True
+        self._is_settled = True
         self.at_stop: Callable[[], None] = lambda: None
-        """The function that is called before the process ends because of ``stop_after``."""
+        """The function that is called before the process ends because of either."""
         # Of its class: what an engine does not have it looks for in the user's model.
         if hasattr(type(engine), "train_batch"):
             _wrap(engine, "train_batch", self._train_batch)
@@ -131,13 +140,15 @@ class StepLog:
             for method, part in PARTS.items():
                 _wrap(engine, method, functools.partial(self._timed, part))
 
-    def mark_tuning(self, tunes: Callable[[], bool]) -> None:
-        """Mark steps that measure or try a plan.
+    def mark_tuning(self, tunes: Callable[[], bool], settles: Callable[[], bool] = lambda: True) -> None:
+        """Mark steps that measure or try a plan, and count those after them.
 
         Args:
             tunes: returns True if the next step does so.
+            settles: returns True if plans are settled in the next step; the same on every rank.
         """
         self._tunes, self._is_tuning = tunes, tunes()
+        self._settles, self._is_settled = settles, settles()
 
     def _timed(self, part: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         engine = self._engine()
@@ -168,6 +179,9 @@ class StepLog:
         engine = self._engine()
         # Its number says nothing: a checkpoint may have been loaded.
         self._num_steps += 1
+        # As it was when the step began: the call that ends a trial comes ahead of this one.
+        self._num_settled += self._is_settled
+        self._is_settled = self._settles()
         if self._file is not None:
             now = self._stamp()
             row = {"step": engine.global_steps, "samples": engine.global_samples, "unix_s": time.time()}
@@ -177,12 +191,13 @@ class StepLog:
             if len(self._waiting) >= self._write_every:
                 self.write()
         self._open, self._losses = [], []
-        if self._stop_after and self._num_steps >= self._stop_after:
-            self.write()
-            self.at_stop()
-            if self._file is not None:
-                logger.info("fsmoe.record.stop_after = %d: the job ends here", self._stop_after)
-            raise SystemExit(0)
+        for (name, most), num_steps in zip(self._stops.items(), (self._num_steps, self._num_settled), strict=True):
+            if 0 < most <= num_steps:
+                self.write()
+                self.at_stop()
+                if self._file is not None:
+                    logger.info("fsmoe.record.%s = %d: the job ends here", name, most)
+                raise SystemExit(0)
 
     def _facts(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -190,7 +205,7 @@ class StepLog:
             found["tokens_of_rank"] = self._tokens.take()
         if self._memory is not None:
             found["memory_bytes"], found["memory_peak_bytes"] = self._memory[1]()
-        # As it was when the step began: the call that ends a trial comes ahead of this one.
+        # As it was when the step began, too.
         if self._is_tuning:
             found["is_tuning"] = True
         self._is_tuning = self._tunes()
@@ -254,6 +269,7 @@ class Record:
         facts: the facts of the run, for ``run.json``.
         first_layer: the module of the first MoE layer that tokens enter; ``None``: this rank has none.
         owner: the ownership of the folder, released when the record is closed.
+        stop_after_settled: the number of steps with settled plans after which the process ends; 0: never.
 
     Raises:
         OSError: the folder is not writable.
@@ -268,6 +284,7 @@ class Record:
         facts: Mapping[str, Any] | None = None,
         first_layer: nn.Module | None = None,
         owner: Ownership | None = None,
+        stop_after_settled: int = 0,
     ) -> None:
         self._owner = owner
         self._process = os.getpid()
@@ -283,7 +300,8 @@ class Record:
         counts = file is not None and first_layer is not None
         self.tokens = TokenCount(first_layer) if counts else None
         """The count of tokens; ``None``: nothing counts them."""
-        self.steps = StepLog(engine, file, _WRITE_EVERY if engine.device.type == "cuda" else 1, stop_after, self.tokens)
+        write_every = _WRITE_EVERY if engine.device.type == "cuda" else 1
+        self.steps = StepLog(engine, file, write_every, stop_after, self.tokens, stop_after_settled)
         self.steps.at_stop = self.close
         # With the engine, even without a call of destroy; or with the process.
         self._end = weakref.finalize(engine, self._at_exit)

@@ -17,24 +17,16 @@ Two existing recordings are compared by --recorded STOCK OURS.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import shutil
-import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ds_fsmoe.engine.command_line import HELP as HELP_ON_BLOCK
 from ds_fsmoe.engine.command_line import OPTION
-from ds_fsmoe.files import hiding
-from ds_fsmoe.files.runs import RUN, STEPS, Run, clear_run, has_trace, read_run
-from ds_fsmoe.files.whole_files import OF_COMPARISON, OwnedError, Ownership
+from ds_fsmoe.files.runs import RUN, Run, has_trace, read_run
+from ds_fsmoe.files.whole_files import OF_COMPARISON
 from ds_fsmoe.offline.commands.training_command import (
     FEWEST,
     OURS,
@@ -44,9 +36,8 @@ from ds_fsmoe.offline.commands.training_command import (
     find_config,
     find_given,
     first_error,
-    run_config,
-    with_free_port,
 )
+from ds_fsmoe.offline.commands.training_run import LOG, NO_ENTRY_POINT, REPORTS, claim_out, run_training
 from ds_fsmoe.offline.report.comparison import (
     BLOCK,
     FEWEST_STEPS,
@@ -66,20 +57,11 @@ from ds_fsmoe.offline.report.comparison import (
     times_of,
     winner,
 )
-from ds_fsmoe.terminal.progress import Progress
 from ds_fsmoe.terminal.screen import RED, YELLOW, print_coloured
 from ds_fsmoe.terminal.tables import print_table
 
 HELP = "run your training command with and without the block, and compare speed, losses and timelines"
 TURNS = "turns"
-_NO_ENTRY_POINT = (
-    "does the script use ds_fsmoe? It has to call ds_fsmoe.initialize, or ds_fsmoe.install() first, or be started "
-    "with --module ds_fsmoe.run"
-)
-REPORTS = "fsmoe_reports"
-"""Where ranks of ours leave reports, under the folder in which the job was started."""
-_SOON_S = 300.0
-"""The seconds after which a run without a record is considered to have none."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,27 +97,12 @@ def run(args: argparse.Namespace) -> int:
             f"--turns = {args.turns}, --turn-steps = {args.turn_steps}: must be at least 0, and at least {FEWEST_STEPS}"
         )
     trainings = _Trainings(find_given(command, args.fsmoe) or find_config(command), args)
-    owner = _own(trainings.out)
+    owner = claim_out(trainings.out, OF_COMPARISON)
     try:
         status = trainings.long_runs() or trainings.turns()
         return status or print_comparison(trainings.out)
     finally:
         owner.release()
-
-
-def _own(out: Path) -> Ownership:
-    """Claim the folder of a comparison for this process.
-
-    Raises:
-        ValueError: another comparison writes there, or the folder is not writable.
-    """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        return Ownership(out, name=OF_COMPARISON)
-    except OwnedError as error:
-        raise ValueError(f"--out {out}: {error}: choose another folder") from error
-    except OSError as error:
-        raise ValueError(f"--out {out}: cannot be written to: {error}") from error
 
 
 class _Trainings:
@@ -206,25 +173,16 @@ class _Trainings:
         Raises:
             ValueError: the training cannot be started, or recorded no run.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        planned = PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned)
-        config = run_config(self._subject.config, planned)
-        file, log = folder / "ds_config.json", folder / "log.txt"
-        file.unlink(missing_ok=True)
-        file.touch(0o600)
-        file.write_text(json.dumps(config, indent=2))
+        planned, log = PlannedRun(kind, folder, steps, is_traced, self.out / "measured", is_tuned), folder / LOG
         print(f"compare: {kind}, {steps} steps; log: {log}", flush=True)
-        command, began_s = with_free_port(self._subject.command_with(file), _free_port()), time.time()
-        try:
-            status = _train(command, folder, steps, self._args.timeout)
-        finally:
-            _hide_secrets(config, command, file, log)
+        began_s = time.time()
+        status = run_training("compare", self._subject, planned, self._args.timeout)
         if status:
             print_coloured(f"compare: {kind}: training failed with exit status {status}; log: {log}", RED)
             _print_failure(log, began_s)
             return status, 0
         if not (folder / RUN).exists():
-            raise ValueError(f"the training ended without a record: {_NO_ENTRY_POINT}")
+            raise ValueError(f"the training ended without a record: {NO_ENTRY_POINT}")
         recorded = read_run(folder).steps
         return status, recorded[-1]["step"] if recorded else 0
 
@@ -235,54 +193,6 @@ def _print_failure(log: Path, began_s: float) -> None:
         print("its last lines:", *log.read_text(errors="replace").splitlines()[-15:], sep="\n", file=sys.stderr)
     else:
         print(f"the first error, from {found.of}:", *found.lines, sep="\n", file=sys.stderr)
-
-
-def _free_port() -> int:
-    """Return a free port, so that a comparison can run next to other jobs."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        return taken.getsockname()[1]
-
-
-def _hide_secrets(config: Mapping[str, Any], command: Sequence[str], file: Path, log: Path) -> None:
-    """Remove possible secrets from the config and from the training's log."""
-    shown = hiding.config_of(config)
-    found = hiding.secrets_of([config, list(command)], [shown, hiding.command_of(command)])
-    file.write_text(json.dumps(shown, indent=2))
-    if found and log.exists():
-        log.write_text(hiding.without(log.read_text(errors="surrogateescape"), found), errors="surrogateescape")
-
-
-def _train(command: Sequence[str], folder: Path, steps: int, timeout_s: float | None) -> int:
-    try:
-        clear_run(folder)
-    except OSError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    with (folder / "log.txt").open("w") as log:
-        try:
-            # A session of its own, so that all of it can be ended.
-            job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        except OSError as error:
-            raise ValueError(f"{command[0]}: cannot be started: {error}") from error
-        try:
-            with Progress("compare: training", steps) as progress:
-                start_s, is_told = time.monotonic(), False
-                while job.poll() is None:
-                    with suppress(subprocess.TimeoutExpired):
-                        job.wait(0.2)
-                    if not is_told and time.monotonic() - start_s > _SOON_S and not (folder / RUN).exists():
-                        is_told = True
-                        print_coloured(f"compare: nothing recorded after {_SOON_S:.0f} s: {_NO_ENTRY_POINT}", YELLOW)
-                    progress.reached((folder / STEPS).read_text().count("\n") if (folder / STEPS).exists() else 0)
-                    if deadline_s is not None and time.monotonic() > deadline_s:
-                        print_coloured(f"compare: ended after {timeout_s:.0f} s", RED)
-                        return 124
-            return job.returncode
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
 
 
 def print_comparison(out: Path) -> int:
@@ -304,7 +214,7 @@ def _print_two_runs(stock: Run, ours: Run, turns: Path | None = None) -> int:
         for problem in each.problems:
             print_coloured(f"compare: {each.name}: {problem}", YELLOW)
     if stock.is_stock == ours.is_stock:
-        print_coloured(f"compare: both runs used the same layers: {_NO_ENTRY_POINT}", RED)
+        print_coloured(f"compare: both runs used the same layers: {NO_ENTRY_POINT}", RED)
         return 1
     if ours.is_stock:
         raise ValueError(f"{ours.folder} is stock DeepSpeed and {stock.folder} is not: name the stock run first")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the config in a user's training command, and makes the configs of the compared runs from it. ``ds_fsmoe
-compare`` calls it.
+"""Finds the config in a user's training command, and makes the configs of other runs from it. ``ds_fsmoe compare``
+and ``ds_fsmoe tune`` call it.
 
 Where a training fails, it finds the cause: the error of the rank that died, not its consequences on other ranks.
 """
@@ -70,6 +70,8 @@ class TrainingCommand:
     option: str
     """The text before the file's name: nothing, or an option such as ``--deepspeed_config=``."""
     after: Sequence[str]
+    file: Path | None = None
+    """The config file; ``None``: the block was given as JSON."""
 
     def command_with(self, file: Path) -> list[str]:
         """Return the command with another config file."""
@@ -95,47 +97,69 @@ def find_given(command: Sequence[str], given: str | None) -> TrainingCommand | N
         )
     written, options, script = take_option(command[runner + 1 :])
     if given is not None and written is not None:
-        raise ValueError(f"{OPTION} is given to compare and in the command; remove one")
+        raise ValueError(f"{OPTION} is given twice, also in the command; remove one")
     text = written if given is None else given
     if text is None:
         return None
-    return TrainingCommand({"fsmoe": read_given(text)}, [*command[: runner + 1], OPTION], "", [*options, *script])
+    file = None if text.lstrip().startswith("{") else Path(text)
+    return TrainingCommand({"fsmoe": read_given(text)}, [*command[: runner + 1], OPTION], "", [*options, *script], file)
 
 
-def find_config(command: Sequence[str]) -> TrainingCommand:
+def find_config(
+    command: Sequence[str], of: str = "compare", given: Path | None = None, *, needs_block: bool = True
+) -> TrainingCommand:
     """Return the command if one of its arguments names the DeepSpeed config.
+
+    Args:
+        command: the command.
+        of: the command of ours that asks, for errors.
+        given: the config; ``None``: it is looked for.
+        needs_block: whether a config has to have our block.
 
     Raises:
         ValueError: no argument names a config, or several do.
     """
     from ds_fsmoe.engine.compat import load_ds_config
 
-    found, without = [], []
+    found, stock, without = [], [], []
     for place, argument in enumerate(command):
         option, equals, name = argument.rpartition("=")
         path = Path(name)
-        if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
+        if given is None:
+            if path.suffix != ".json" or not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
+                continue
+        elif path.resolve() != given.resolve():
             continue
         try:
             config = load_ds_config(str(path))
         except ValueError:
             without.append(str(path))  # it may be anything, such as data
             continue
+        subject = TrainingCommand(config, command[:place], option + equals, command[place + 1 :], path)
         if isinstance(config, Mapping) and isinstance(config.get("fsmoe"), Mapping):
-            found.append((argument, TrainingCommand(config, command[:place], option + equals, command[place + 1 :])))
+            found.append((argument, subject))
         else:
             without.append(str(path))
+            if isinstance(config, Mapping) and "fsmoe" not in config and not _OF_BATCH.isdisjoint(config):
+                stock.append((argument, subject))
+    found = found or ([] if needs_block else stock)
     if len(found) == 1:
         return found[0][1]
+    block, verb = (" with an fsmoe block", "has") if needs_block else ("", "is")
     if found:
         names = ", ".join(argument for argument, _ in found)
-        raise ValueError(f"several configs with an fsmoe block in the command: {names}; keep one")
-    others = f" ({', '.join(without)} has none)" if without else ""
+        raise ValueError(f"several configs{block} in the command: {names}; keep one")
+    others = f" ({', '.join(without)} {verb} none)" if without else ""
+    what = f"no DeepSpeed config{block}" if given is None else f"{given} is not"
     raise ValueError(
-        f"no DeepSpeed config with an fsmoe block among the arguments of the command{others}. compare changes copies "
-        "of that file, so the script has to take its name as an argument, such as --deepspeed_config ds_config.json; "
-        f"for a script whose config is inside it, give the block with {OPTION}"
+        f"{what} among the arguments of the command{others}. {of} changes copies of that file, so the script has to "
+        "take its name as an argument, such as --deepspeed_config ds_config.json; for a script whose config is inside "
+        f"it, give the block with {OPTION}"
     )
+
+
+_OF_BATCH = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+"""Fields of which a DeepSpeed config has one."""
 
 
 @dataclass(frozen=True)
@@ -152,16 +176,20 @@ class PlannedRun:
     """The folder of measurements that all runs share, unless the config names one."""
     is_tuned: bool = False
     """Whether layers are measured although the run is short, because the long run before it measured them."""
+    settled_steps: int = 0
+    """The steps with settled plans after which it ends, too; 0: their number does not count."""
 
 
 def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
     """Return the config of one of the runs. Runs of stock and ours with the same length differ only in ``enabled``."""
     changed = json.loads(json.dumps(config))
-    block = changed["fsmoe"]
+    block = changed.setdefault("fsmoe", {})
     block["enabled"] = run.kind == OURS
     if not block.get("deterministic"):  # which decides nothing by a clock
         block["autotune"] = _autotune(block.get("autotune"), run)
     block["record"] = {"dir": str(run.folder), "stop_after": run.steps}
+    if run.settled_steps:
+        block["record"]["stop_after_settled"] = run.settled_steps
     # The last but one: by then all is settled, and the last one ends the trace.
     traced = {"enabled": True, "start_step": run.steps - 3, "num_steps": 2}
     block["trace"] = traced if run.is_traced else {"enabled": False}

@@ -199,7 +199,7 @@ def print_elsewhere(found: Calibrated, args: argparse.Namespace) -> list[dict[st
     data: list[dict[str, Any]] = []
     for name, other in _wanted(was, args):
         try:
-            what_if = _elsewhere(found, other)
+            what_if = what_if_on(found, other)
         except ValueError as error:
             rows.append((name, "", "", "", str(error)))
             data.append({"name": name, "why_not": str(error)})
@@ -245,7 +245,7 @@ def _wanted(kind: RecordedKind, args: argparse.Namespace) -> list[tuple[str, Oth
     return found
 
 
-def _elsewhere(found: Calibrated, other: OtherRanks) -> WhatIf:
+def what_if_on(found: Calibrated, other: OtherRanks) -> WhatIf:
     """Return predictions for the job on other ranks.
 
     Raises:

@@ -308,6 +308,12 @@ def middle(turns: Sequence[Turn]) -> float:
     return math.exp(statistics.fmean(math.log(each.ratio) for each in turns))
 
 
+def reach_of_mean(values: Sequence[float]) -> float:
+    """Return half the length of the 95% interval of a mean: Student's, of at least two values."""
+    quantile = float(stdtrit(len(values) - 1, (1 + CONFIDENCE) / 2))
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def interval_of(turns: Sequence[Turn]) -> Interval | None:
     """Return the 95% interval of the ratio: Student's, of the logarithms of the turns' ratios.
 
@@ -317,6 +323,5 @@ def interval_of(turns: Sequence[Turn]) -> Interval | None:
     if len(turns) < FEWEST_BLOCKS:
         return None
     logs = [math.log(each.ratio) for each in turns]
-    reach = float(stdtrit(len(logs) - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(logs) / math.sqrt(len(logs))
-    center = statistics.fmean(logs)
+    reach, center = reach_of_mean(logs), statistics.fmean(logs)
     return Interval(math.exp(center - reach), math.exp(center + reach))

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``ds_fsmoe tune``: which layouts run, what is said of them, and the config that is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_fsmoe.cli import main
+from ds_fsmoe.files.runs import read_run
+from ds_fsmoe.offline.commands.layouts import (
+    AllowedSizes,
+    ExpertLayout,
+    Job,
+    changes_of,
+    in_order,
+    layouts_of,
+    micro_batches_of,
+    with_changes,
+    words_of_changes,
+)
+from ds_fsmoe.offline.commands.training_command import find_config
+from ds_fsmoe.offline.commands.tune import AS_IT_IS, LayoutTrial, contenders
+from tests.built_ops import build_ops
+from tests.python_path import python_path
+from tests.scripts import ROOT
+
+OWN = ExpertLayout(2, 1, 2)
+HUGGING_FACE = Job(4, (8, 8), False, OWN)
+STOCKS = Job(4, (8, 8), True, OWN)
+# Writes the record of a run without training. The first argument says what it does with each ep_size, the second is the
+# config, and to the third it adds the block of each run: a number is the ms of a step, other words an end.
+RUNS = """
+import json, pathlib, signal, sys
+
+config = json.loads(pathlib.Path(sys.argv[2]).read_text())
+block = config["fsmoe"]
+with pathlib.Path(sys.argv[3]).open("a") as file:
+    file.write(json.dumps(config) + "\\n")
+size, folder = block.get("ep_size", 2), pathlib.Path(block["record"]["dir"])
+does = json.loads(sys.argv[1])[str(size)]
+layers = {"L00": {"path": "experts", "experts": 8, "ep_size": size, "k": 2, "own_ep_size": False}}
+schedule = "best" if block["enabled"] else "stock"
+facts = {"format": 1, "schedule": schedule, "layers": layers, "world_size": 4, "block": block, "ended": "now"}
+if does == "no record":
+    sys.exit()
+facts["zero_stage"] = config.get("zero_optimization", {}).get("stage", 0)
+(folder / "run.json").write_text(json.dumps(facts))
+if does == "memory":
+    raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+if does == "hang":
+    signal.pause()
+if does == "fail":
+    raise ValueError("experts: are not divisible")
+if does == "wide":
+    does = [90, 110] * 8
+does = does if isinstance(does, list) else [does + step % 3 / 10 for step in range(12)]
+micro = 2 if "ignores" in sys.argv else config.get("train_micro_batch_size_per_gpu", 1)
+tokens = 64 * micro * config.get("gradient_accumulation_steps", 1)
+steps = [{"step": 1 + i, "step_ms": ms, "tokens_of_rank": tokens} for i, ms in enumerate(does)]
+(folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\\n" for each in steps))
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    written = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
+        "fsmoe": {"enabled": True, "num_chunks": {"forward": 2}},
+    }
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(written, indent=4))
+    return path
+
+
+def tune(config: Path, does: dict[str, Any], *options: str, more: tuple[str, ...] = ()) -> tuple[int, list[dict]]:
+    """Return the exit status, and the configs of the runs."""
+    log = config.with_name("configs.jsonl")
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-c", RUNS, json.dumps(does), str(config), str(log), *more]
+    status = main(["tune", "--out", str(config.parent / "out"), *options, "--", *command])
+    return status, [json.loads(each) for each in log.read_text().splitlines()] if log.exists() else []
+
+
+def sizes_of(configs: list[dict[str, Any]]) -> list[int | None]:
+    return [each["fsmoe"].get("ep_size") for each in configs]
+
+
+def test_the_fastest_layout_is_written_beside_the_config_with_only_what_changed(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = config.read_text()
+    status, configs = tune(config, {"2": 100, "1": 120, "4": 80})
+    said = capsys.readouterr().out
+    assert status == 0
+    # One is clearly ahead after the first round, so there is no second one.
+    assert sizes_of(configs)[0] is None
+    assert sorted(sizes_of(configs)[1:]) == [1, 4]
+    assert config.read_text() == before
+    tuned = config.with_name("ds_config.tuned.json")
+    wanted = json.loads(before)
+    wanted["fsmoe"]["ep_size"] = 4
+    assert json.loads(tuned.read_text()) == wanted
+    assert '\n    "fsmoe": {' in tuned.read_text()
+    assert "fsmoe.ep_size: left out -> 4" in said
+    rows = {line.split("  ")[0]: line for line in said.splitlines() if line.endswith("  ok")}
+    assert set(rows) == {f"{AS_IT_IS} (ep_size 2)", "ep_size = 1", "ep_size = 4"}
+    assert "1.25x" in rows["ep_size = 4"]
+
+
+def test_a_run_has_the_record_the_measurements_and_the_end_that_its_steps_need(config: Path) -> None:
+    _, configs = tune(config, {"2": 100, "1": 120, "4": 80}, "--steps", "6")
+    out = config.parent / "out"
+    for number, each in enumerate(configs):
+        assert each["fsmoe"]["record"] == {
+            "dir": str(out / f"{number:02}"),
+            "stop_after": 106,
+            "stop_after_settled": 9,
+        }
+        assert each["fsmoe"]["autotune"] == {"enabled": True, "cache_dir": str(out / "measured")}
+
+
+def test_layouts_that_are_about_as_fast_run_again_and_no_others(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, configs = tune(config, {"2": "wide", "1": 300, "4": "wide"}, "--rounds", "3")
+    assert status == 0
+    assert sizes_of(configs).count(1) == 1
+    assert sizes_of(configs).count(4) == sizes_of(configs).count(None) == 3
+    assert "it stays, and nothing is written" in capsys.readouterr().out
+    assert not config.with_name("ds_config.tuned.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("does", "state"),
+    [
+        ("memory", "out of memory"),
+        ("fail", "failed: ValueError: experts: are not divisible"),
+        ("hang", "ended after 3 s"),
+    ],
+)
+def test_a_layout_that_cannot_run_is_a_row_and_the_others_are_tried(
+    does: str, state: str, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, configs = tune(config, {"2": 100, "1": does, "4": 80}, "--limit-s", "3")
+    assert status == 0
+    assert len(configs) == 3
+    said = capsys.readouterr().out
+    row = next(line for line in said.splitlines() if line.startswith("ep_size = 1  "))
+    assert row.endswith(state)
+    assert json.loads(config.with_name("ds_config.tuned.json").read_text())["fsmoe"]["ep_size"] == 4
+
+
+def test_a_config_that_needs_too_much_memory_is_replaced_by_one_that_fits(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _ = tune(config, {"2": "memory", "1": 130, "4": 120})
+    assert status == 0
+    said = capsys.readouterr().out
+    assert "fastest: ep_size = 4" in said
+    assert "out of memory" in said
+
+
+def test_a_first_run_that_does_not_begin_ends_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tune(config, {"2": "no record"})[0] == 1
+    assert "no record: does the script use ds_fsmoe?" in capsys.readouterr().err
+    command = [sys.executable, "-c", "raise RuntimeError('no data')", str(config)]
+    assert main(["tune", "--out", str(config.parent / "out"), "--", *command]) == 1
+    assert "failed: RuntimeError: no data" in capsys.readouterr().err
+
+
+def test_stages_and_micro_batches_are_tried_where_they_are_allowed(config: Path) -> None:
+    options = ("--ep-sizes", "2", "--zero-stages", "2,3", "--micro-batch-sizes", "2,4")
+    _, configs = tune(config, {"2": 100}, *options, "--rounds", "1")
+    found = [
+        (
+            each["zero_optimization"]["stage"],
+            each["train_micro_batch_size_per_gpu"],
+            each["gradient_accumulation_steps"],
+        )
+        for each in configs
+    ]
+    assert sorted(found) == [(2, 2, 4), (2, 4, 2), (3, 2, 4), (3, 4, 2)]
+    assert {each["zero_optimization"]["reduce_bucket_size"] for each in configs} == {5e8}
+
+
+def test_a_script_that_ignores_the_micro_batch_of_the_config_is_said_to_do_so(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--ep-sizes", "2", "--micro-batch-sizes", "2,4")
+    tune(config, {"2": 100}, *options, more=("ignores",))
+    assert "256 tokens of rank 0 in a step instead of 512: the script does not follow" in capsys.readouterr().out
+    assert not config.with_name("ds_config.tuned.json").exists()
+
+
+def test_options_of_the_script_follow_by_the_mapping_of_deepspeeds_own_autotuner(tmp_path: Path) -> None:
+    config = tmp_path / "ds.json"
+    mapped = {"train_micro_batch_size_per_gpu": "--batch", "gradient_accumulation_steps": "--steps"}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "autotuning": {"arg_mappings": mapped}}))
+    command = ["train.py", "--steps=1", f"--deepspeed={config}", "--batch", "2"]
+    subject = find_config(command, "tune", needs_block=False)
+    changes = [(("train_micro_batch_size_per_gpu",), 1), (("gradient_accumulation_steps",), 2)]
+    found = with_changes(subject, changes).command_with(Path("new"))
+    assert found == ["train.py", "--steps=2", "--deepspeed=new", "--batch", "1"]
+    assert subject.command_with(config) == command
+
+
+def test_a_config_without_our_block_is_tuned_against_stock(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = json.loads(config.read_text())
+    del written["fsmoe"]
+    config.write_text(json.dumps(written))
+    status, configs = tune(config, {"2": 100, "1": 60, "4": 120})
+    assert status == 0
+    assert [each["fsmoe"]["enabled"] for each in configs][:3] == [False, True, True]
+    assert "enabled = true, ep_size = 1" in capsys.readouterr().out
+    tuned = json.loads(config.with_name("ds_config.tuned.json").read_text())
+    assert tuned == written | {"fsmoe": {"enabled": True, "ep_size": 1}}
+
+
+def test_all_sizes_that_divide_ranks_and_experts_are_layouts_and_no_others() -> None:
+    found = layouts_of(HUGGING_FACE, AllowedSizes())
+    assert found == [ExpertLayout(1, 1, 2), ExpertLayout(4, 1, 2)]
+    assert layouts_of(Job(4, (6, 8), False, OWN), AllowedSizes()) == [ExpertLayout(1, 1, 2)]
+    assert layouts_of(STOCKS, AllowedSizes()) == [ExpertLayout(2, 2, 2)]
+    # Ranks do not share an expert at ZeRO 3.
+    assert layouts_of(STOCKS, AllowedSizes(zero_stages=(2, 3))) == [ExpertLayout(2, 2, 2), ExpertLayout(2, 1, 3)]
+
+
+def test_layouts_come_in_the_order_of_predictions_and_else_the_nearest_first() -> None:
+    job = Job(8, (8,), False, ExpertLayout(2, 1, 2))
+    layouts = layouts_of(job, AllowedSizes())
+    assert [each.ep_size for each in in_order(layouts, job, {(8, 1): 3.0, (1, 1): 2.0})] == [1, 8, 4]
+    assert [each.ep_size for each in in_order(layouts, job, {})] == [4, 1, 8]
+
+
+def test_an_auto_size_is_written_as_the_number_that_was_tried() -> None:
+    config = {"fsmoe": {"enabled": True, "ep_size": "auto"}, "zero_optimization": {"stage": 2}}
+    changes = changes_of(ExpertLayout(2, 1, 3), HUGGING_FACE, config)
+    assert words_of_changes(changes) == "ep_size = 2, zero_optimization.stage = 3"
+    assert words_of_changes(changes_of(ExpertLayout(2, 2, 2), STOCKS, config)) == "expert_tensor_parallel_size = 2"
+
+
+def test_a_contender_is_whose_interval_overlaps_that_of_the_fastest() -> None:
+    fast, close, slow = (
+        LayoutTrial(name, times_ms=times) for name, times in (("a", [9, 10, 11]), ("b", [10, 12]), ("c", [30, 31]))
+    )
+    failed = LayoutTrial("d", state="out of memory", times_ms=[1, 2])
+    assert contenders([slow, close, fast, failed]) == [fast, close]
+
+
+def test_wrong_arguments_are_named_before_anything_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inside = json.loads(config.read_text()) | {"train_batch_size": 32}
+    del inside["gradient_accumulation_steps"]
+    other = config.with_name("other.json")
+    other.write_text(json.dumps(inside))
+    script = config.with_name("train.py")
+    script.write_text("")
+    named = ["train.py", str(config)]
+    runner = ["-m", "ds_fsmoe.run", str(script)]
+    for options, command, words in (
+        ([], [], "no training command"),
+        ([], ["train.py"], "no DeepSpeed config among the arguments of the command. tune changes copies"),
+        ([], [*named, str(other)], "several configs in the command"),
+        (["--config", "no.json"], named, "no.json is not among the arguments of the command"),
+        (["--steps", "2"], named, "--steps = 2: must be at least 5"),
+        (["--limit-s", "0"], named, "--limit-s = 0: must be above 0"),
+        (["--ep-sizes", "0,2"], named, "--ep-sizes 0: must be at least 1"),
+        (["--zero-stages", "4"], named, "--zero-stages 4: must be 0, 1, 2 or 3"),
+        (["--micro-batch-sizes", "3"], named, "--micro-batch-sizes 3: must divide the 8 samples of a rank and step"),
+        (["--micro-batch-sizes", "1"], ["train.py", str(other)], "gradient_accumulation_steps must be numbers"),
+        (["--output", str(config)], named, "is the config of the command, which stays as it is"),
+        (["--output", "/no/such/folder/x.json"], named, "no folder /no/such/folder"),
+        (["--fsmoe", '{"enabled": true}', "--zero-stages", "1"], runner, "--zero-stages and --micro-batch-sizes need"),
+    ):
+        assert main(["tune", "--out", str(config.parent / "out"), *options, "--", *command]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["tune", "--ep-sizes", "one", "--", *named])
+    assert "must be whole numbers with commas between them" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--ep-sizes 3: must divide the 4 ranks and the 8 experts of a layer"):
+        layouts_of(HUGGING_FACE, AllowedSizes(ep_sizes=(3,)))
+    with pytest.raises(ValueError, match=r"whose ep_size is an argument in the script; leave it out"):
+        layouts_of(STOCKS, AllowedSizes(ep_sizes=(1,)))
+    assert micro_batches_of(json.loads(config.read_text()), (2, 8), "x") == [None, 8]
+
+
+@pytest.mark.parametrize("in_file", [False, True], ids=["JSON", "file"])
+def test_a_block_that_is_given_is_tuned_without_a_config(
+    in_file: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    does, log, block = json.dumps({"2": 100, "1": 120, "4": 80}), tmp_path / "log", '{"enabled": true}'
+    file = tmp_path / "block.json"
+    file.write_text(block)
+    code = f"import sys; sys.argv[1:] = [{does!r}, sys.argv[3], {str(log)!r}]\n{RUNS}"
+    command = [sys.executable, "-c", code, "ds_fsmoe.run", "train.py"]
+    options = ["--out", str(tmp_path / "out"), "--fsmoe", str(file) if in_file else block]
+    assert main(["tune", *options, "--", *command]) == 0
+    said = capsys.readouterr().out
+    if in_file:
+        tuned = json.loads((tmp_path / "block.tuned.json").read_text())
+        assert tuned == {"fsmoe": {"enabled": True, "ep_size": 4}}
+    else:
+        assert """give it instead: --fsmoe '{"enabled": true, "ep_size": 4}'""" in said
+    assert file.read_text() == block
+
+
+SCRIPT = """
+import argparse
+
+import deepspeed
+import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=0)
+args = parser.parse_args()
+torch.manual_seed(0)
+sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+words = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1}
+model = OlmoeForCausalLM(OlmoeConfig(num_experts=8, num_experts_per_tok=2, **sizes, **words)).train()
+engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+while True:
+    tokens = torch.randint(64, (engine.train_micro_batch_size_per_gpu(), 16))
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+"""
+
+
+@pytest.mark.long
+def test_a_script_that_knows_nothing_of_us_is_tuned_on_two_ranks_and_ends_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What an installed package does: its .pth file is read by every interpreter that starts.
+    site = tmp_path / "site"
+    site.mkdir()
+    shutil.copy(ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth", site)
+    (site / "sitecustomize.py").write_text("import os, site; site.addsitedir(os.path.dirname(__file__))\n")
+    path = f"{site}{os.pathsep}{python_path()}"
+    for name, value in {"DS_ACCELERATOR": "cpu", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    build_ops()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    config = tmp_path / "ds_config.json"
+    block = {"enabled": True, "autotune": {"enabled": True, "trials": 1}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+    config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "fsmoe": block}))
+    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", "2"]
+    command = [*launcher, str(tmp_path / "train.py"), "--deepspeed", "--deepspeed_config", str(config)]
+    options = ["--steps", "6", "--rounds", "1", "--out", str(tmp_path / "out"), "--limit-s", "600"]
+    assert main(["tune", *options, "--", *command]) == 0
+    said = capsys.readouterr().out
+    assert [line.split("  ")[0] for line in said.splitlines() if line.endswith("  ok")] == [
+        f"{AS_IT_IS} (ep_size 2)",
+        "ep_size = 1",
+    ]
+    for folder, ep_size in (("00", 2), ("01", 1)):
+        run = read_run(tmp_path / "out" / folder)
+        assert run.problems == []
+        assert run.facts["layers"]["L00"]["ep_size"] == ep_size
+        settled = run.plans["settled_at"]
+        assert len([row for row in run.steps if row["step"] > settled]) == 9
+        assert run.steps[-1]["step"] < 106
