@@ -24,7 +24,7 @@ from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size
 from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of, forget_ep_size
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
-from ds_fsmoe.files import seen_batches
+from ds_fsmoe.files import learned_batches
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, cluster_fingerprint, write_measurements
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.measuring.stopwatch import Times as Timed
@@ -33,7 +33,7 @@ from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.ep_size import EpSize, choose_ep_size, ep_sizes, states_bytes
 from ds_fsmoe.tuning import predicted_ep_size
-from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, Predictor, seen_of
+from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
 from tests.hf_families import NUM_EXPERTS, batch, config_of, loss_of, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -289,7 +289,7 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
 def test_it_is_the_planners_choice_among_all_sizes(length: int, slopes: tuple[float, float]) -> None:
     made, cluster = choice({})._predictor(length), links(*slopes)
     found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
-    assert seen_of(found, length) == seen_of(of_all, length)
+    assert learned_of(found, length) == learned_of(of_all, length)
 
 
 @pytest.mark.parametrize(
@@ -388,35 +388,35 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens for which sizes are predicted, on made-up links."""
     found: list[int] = []
 
-    def predicted(self: Predictor, usual: int) -> tuple[list[EpSize], str]:
+    def predicted(self: EpSizePredictor, usual: int) -> tuple[list[EpSize], str]:
         found.append(self.tokens)
         return self.planned(links(SLOW, FAST), usual), "these links"
 
-    monkeypatch.setattr(Predictor, "predicted", predicted)
+    monkeypatch.setattr(EpSizePredictor, "predicted", predicted)
     return found
 
 
-def run_step(seen: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned: bool = True) -> None:
+def run_step(watched: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned: bool = True) -> None:
     """A step of forwards, each with a batch of one part or of several."""
     for parts in of_batches:
-        seen.begin_forward(has_batch=True)
+        watched.begin_forward(has_batch=True)
         for tokens in (parts,) if isinstance(parts, int) else parts:
-            call(seen, tokens)
-    if seen.step_is_over(is_tuned):
-        seen.look()
+            call(watched, tokens)
+    if watched.step_is_over(is_tuned):
+        watched.look()
 
 
-def call(seen: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:
-    seen.watch(SimpleNamespace(is_training=is_training, label=label, x=torch.empty(1, tokens, 1)))
+def call(watched: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:
+    watched.watch(SimpleNamespace(is_training=is_training, label=label, x=torch.empty(1, tokens, 1)))
 
 
 def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
     asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, "ds_fsmoe")
-    seen = lengths(1, is_known=False)
+    watched = lengths(1, is_known=False)
     for _ in range(10):
-        run_step(seen, 3096, 5096)
+        run_step(watched, 3096, 5096)
     assert asked == [4096]
     (line,) = (each.message for each in caplog.records if "next start" in each.message)
     assert "micro-batches have 4096 tokens on average: the next start will use ep_size = 1 (predicted to be " in line
@@ -459,10 +459,10 @@ def test_a_damaged_or_an_old_file_is_ignored_with_a_line(
         ('"tokens": 4096', "counts of 1 to"),
         ("{", "cannot be read"),
     ):
-        seen = lengths(1, is_known=False)
+        watched = lengths(1, is_known=False)
         for _ in range(10):
-            run_step(seen, 4096)
-        (file,) = seen_batches.all_files()
+            run_step(watched, 4096)
+        (file,) = learned_batches.all_files()
         number = damage.partition(": ")[2]
         file.write_text(file.read_text().replace(damage, damage.replace(number, "2" if number == "1" else "-4"), 1))
         if damage == "{":
@@ -477,34 +477,34 @@ def test_a_damaged_or_an_old_file_is_ignored_with_a_line(
 
 
 def test_batches_about_as_long_as_assumed_need_no_prediction_and_others_do(asked: list[int]) -> None:
-    seen = lengths(1000)
+    watched = lengths(1000)
     steps_until_10, then_100 = [800, 1200], [700]
     for _ in range(10):
-        run_step(seen, *steps_until_10)
+        run_step(watched, *steps_until_10)
     assert asked == []
     for _ in range(90):
-        run_step(seen, *then_100)
+        run_step(watched, *then_100)
     assert asked == [700]
     # From then on those are what is assumed; it looks at steps 1000, 2000, ...
     for _ in range(900):
-        run_step(seen, 700)
+        run_step(watched, 700)
     for _ in range(1000):
-        run_step(seen, 300)
+        run_step(watched, 300)
     assert asked == [700, 300]
 
 
 def test_it_waits_for_plans_and_counts_each_batch_once(asked: list[int]) -> None:
-    seen = lengths(1)
+    watched = lengths(1)
     for _ in range(25):
-        run_step(seen, 500, is_tuned=False)
+        run_step(watched, 500, is_tuned=False)
     assert asked == []
-    seen.begin_forward(has_batch=False)
-    call(seen, 10_000)  # the rows of a rank without a batch are made up
-    seen.begin_forward(has_batch=True)
-    call(seen, 10_000, is_training=False)
-    call(seen, 10_000, label="L01")
-    call(seen, 500)
-    run_step(seen, (250, 250))
+    watched.begin_forward(has_batch=False)
+    call(watched, 10_000)  # the rows of a rank without a batch are made up
+    watched.begin_forward(has_batch=True)
+    call(watched, 10_000, is_training=False)
+    call(watched, 10_000, label="L01")
+    call(watched, 500)
+    run_step(watched, (250, 250))
     assert asked == [500]
 
 
@@ -512,10 +512,10 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
     asked: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "ds_fsmoe")
-    seen = lengths(128, is_given=True)
+    watched = lengths(128, is_given=True)
     for batches in (120, 128, 140, 140):
         for _ in range(10 if batches == 120 else 90 if batches == 128 else 1000):
-            run_step(seen, batches)
+            run_step(watched, batches)
     assert asked == [140]
     (line,) = (each.message for each in caplog.records)
     assert line.endswith(
@@ -523,11 +523,11 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
         "to be the best size all the same"
     )
     caplog.clear()
-    seen = lengths(128, is_given=True)
+    watched = lengths(128, is_given=True)
     for _ in range(10):
-        run_step(seen, 4000, 4192)
+        run_step(watched, 4000, 4192)
     (line,) = (each.message for each in caplog.records)
     assert '4192 at the most, not 128 ("sequence_length": 128): 1 is predicted to be ' in line
     assert line.endswith('times as fast as 2; set "sequence_length": 4096 and restart from a checkpoint to have it')
     # What the config has is not remembered.
-    assert list(seen_batches.all_files()) == []
+    assert list(learned_batches.all_files()) == []

@@ -82,9 +82,9 @@ FOLDERS: dict[str, tuple[str, ...]] = {
         "ds_fsmoe.versions",
     ),
     "tuning": (
-        *("torch", "numpy", "ds_fsmoe.checks", "ds_fsmoe.config", "ds_fsmoe.distributed", "ds_fsmoe.execution"),
-        *("ds_fsmoe.layer", "ds_fsmoe.log", "ds_fsmoe.measuring", "ds_fsmoe.observing", "ds_fsmoe.planning"),
-        *("ds_fsmoe.registry", "ds_fsmoe.telemetry", "ds_fsmoe.terminal"),
+        *("torch", "numpy", "ds_fsmoe.checks", "ds_fsmoe.components", "ds_fsmoe.config", "ds_fsmoe.distributed"),
+        *("ds_fsmoe.execution", "ds_fsmoe.files", "ds_fsmoe.layer", "ds_fsmoe.log", "ds_fsmoe.measuring"),
+        *("ds_fsmoe.observing", "ds_fsmoe.planning", "ds_fsmoe.registry", "ds_fsmoe.telemetry", "ds_fsmoe.terminal"),
     ),
     "checkpoint": (
         *("torch", "numpy", "ds_fsmoe.checkpoint_files", "ds_fsmoe.components", "ds_fsmoe.config"),

@@ -34,8 +34,8 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.engine.command_line import read_given
 from ds_fsmoe.engine.routing_data import RoutingData
+from ds_fsmoe.files.learned_batches import UselessLearnedError, read_learned
 from ds_fsmoe.files.runs import NoRunError, read_run
-from ds_fsmoe.files.seen_batches import UselessSeenError, read_seen
 from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.files.whole_files import OWNER, Ownership, owner_of
 from ds_fsmoe.measuring.cache import Measurements, UselessFileError, read_measurements, write_measurements
@@ -195,9 +195,9 @@ def cache(folder: Path) -> Path:
     return folder / "cache.json"
 
 
-def seen_batches(folder: Path) -> Path:
-    seen = {"tokens": 4096, "ep_size": 4, "runner_up": 2, "runner_up_costs": 1.5}
-    return written(folder / "seen.json", {"format": 1, "job": {"ranks": 4}, "seen": seen})
+def learned_batches(folder: Path) -> Path:
+    learned = {"tokens": 4096, "ep_size": 4, "runner_up": 2, "runner_up_costs": 1.5}
+    return written(folder / "learned.json", {"format": 1, "job": {"ranks": 4}, "learned": learned})
 
 
 def manifest(folder: Path) -> Path:
@@ -277,7 +277,7 @@ READERS: dict[str, Reader] = {
         ConfigError,
     ),
     "cache": Reader(cache, lambda path: read_measurements(path, FINGERPRINT), UselessFileError),
-    "seen batches": Reader(seen_batches, read_seen, UselessSeenError),
+    "learned batches": Reader(learned_batches, read_learned, UselessLearnedError),
     "recording": Reader(lambda at: part_file(routing(at), 0, 0), lambda path: read_all(path.parent), RoutingFileError),
     "old recording": Reader(
         lambda at: part_file(routing_of_before(at / "old"), 0, 0), lambda path: read_all(path.parent), RoutingFileError

@@ -108,7 +108,10 @@ FILES = {
 OF_MODEL = "plan --cluster testbed_a --model mixtral-8x7b"
 ON_COMMAND_LINE: list[tuple[str, str]] = [
     ("plna", "ds_fsmoe plna: error: unknown command; did you mean 'plan'?"),
-    ("foo", "unknown command; the choices are clusters, compare, convert, env, plan, profile, report, tune"),
+    (
+        "foo",
+        "unknown command; the choices are clusters, compare, convert, env, plan, profile, remembered, report, tune",
+    ),
     (f"{OF_MODEL} --nodse 2", "ds_fsmoe plan: error: --nodse: unknown argument; did you mean '--nodes'?"),
     ("env --breif", "ds_fsmoe env: error: --breif: unknown argument; did you mean '--brief'?"),
     ("clusters zzz", "zzz: unknown argument; run ds_fsmoe clusters --help for all options"),

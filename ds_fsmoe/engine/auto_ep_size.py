@@ -25,20 +25,20 @@ from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size
 from ds_fsmoe.planning.workload import CHOICES, Shape
-from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, Predictor, seen_of
+from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
 from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps
 
 _NOTE = "fsmoe_ep_size_choice"
-"""The attribute of a module of experts with the :class:`Choice` of its ``ep_size``."""
+"""The attribute of a module of experts with the :class:`NotedChoice` of its ``ep_size``."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class NotedChoice:
     """Holds what is known of a choice, for the start table and for the engine that compares batches with it."""
 
     reason: str = ""
     """The words about it; "" where there is nothing to choose."""
-    predictor: Predictor | None = None
+    predictor: EpSizePredictor | None = None
     """What predicts the job again; ``None``: nothing can."""
     is_known: bool = False
     """Whether the predictor has a length that batches are expected to have."""
@@ -82,11 +82,11 @@ class AutoEpSize:
             if is_given:
                 sizes, source = predictor.predicted()
                 choice = choose_ep_size(sizes, self.cautious)
-                seen = seen_of(choice, predictor.tokens)
+                learned = learned_of(choice, predictor.tokens)
                 unfit = "" if choice.best.fits else "; no size is predicted to fit into memory"
             else:
-                seen, source = predictor.learned(), "what the last run saw"
-                if seen is None or seen.ep_size not in self.fitting:
+                learned, source = predictor.learned(), "what the last run saw"
+                if learned is None or learned.ep_size not in self.fitting:
                     return self._usual("sequence_length", predictor)
         except (MeasuringError, ValueError) as error:
             if not is_given:
@@ -94,19 +94,19 @@ class AutoEpSize:
             log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
             return self._note(self.cautious)
         others = ", ".join(map(str, self.fitting))
-        reason = f"{seen.ep_size} of {others} for {seen.tokens} tokens a micro-batch on {source}{unfit}"
-        if seen.runner_up is not None:
-            reason += f"; {seen.runner_up} is predicted to take {seen.runner_up_costs:.2f}x"
-        note_ep_size(self.modules, seen.ep_size)
-        return self._note(seen.ep_size, Choice(reason, predictor.for_tokens(seen.tokens), True, is_given))
+        reason = f"{learned.ep_size} of {others} for {learned.tokens} tokens a micro-batch on {source}{unfit}"
+        if learned.runner_up is not None:
+            reason += f"; {learned.runner_up} is predicted to take {learned.runner_up_costs:.2f}x"
+        note_ep_size(self.modules, learned.ep_size)
+        return self._note(learned.ep_size, NotedChoice(reason, predictor.for_tokens(learned.tokens), True, is_given))
 
-    def _usual(self, lacking: str, predictor: Predictor | None = None) -> int:
+    def _usual(self, lacking: str, predictor: EpSizePredictor | None = None) -> int:
         reason = f'{self.cautious}, the largest inside a node: set "{lacking}" to have it chosen'
-        return self._note(self.cautious, Choice(reason, predictor))
+        return self._note(self.cautious, NotedChoice(reason, predictor))
 
-    def _note(self, ep_size: int, choice: Choice | None = None) -> int:
+    def _note(self, ep_size: int, choice: NotedChoice | None = None) -> int:
         for each in self.modules:
-            setattr(each, _NOTE, choice or Choice())
+            setattr(each, _NOTE, choice or NotedChoice())
         return ep_size
 
     def _cannot_predict(self) -> bool:
@@ -118,7 +118,7 @@ class AutoEpSize:
         by_timings = self.block.trace.cluster is None
         return is_frozen or not in_turn or not expert_before_data or (self.block.deterministic and by_timings)
 
-    def _predictor(self, length: int) -> Predictor:
+    def _predictor(self, length: int) -> EpSizePredictor:
         """Return the predictor of the job whose samples have a length.
 
         Raises:
@@ -158,12 +158,12 @@ class AutoEpSize:
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype
         optimizer_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes)
-        return Predictor(self.block, job, self.topology, self.device, dtype, optimizer_bytes)
+        return EpSizePredictor(self.block, job, self.topology, self.device, dtype, optimizer_bytes)
 
 
-def choice_of(modules: Iterable[nn.Module]) -> Choice:
+def choice_of(modules: Iterable[nn.Module]) -> NotedChoice:
     """Return what these modules of experts have noted; an empty choice where there is none."""
-    return next((found for each in modules if (found := getattr(each, _NOTE, None)) is not None), Choice())
+    return next((found for each in modules if (found := getattr(each, _NOTE, None)) is not None), NotedChoice())
 
 
 def watched_lengths(

@@ -23,7 +23,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank, on_every_rank, raise_on_all_ranks
 from ds_fsmoe.distributed.nccl import why_one_link
 from ds_fsmoe.distributed.topology import Topology, rank_now
-from ds_fsmoe.files.seen_batches import SeenBatches, UselessSeenError, remember, remembered
+from ds_fsmoe.files.learned_batches import LearnedBatches, UselessLearnedError, remember, remembered
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.measuring.cache import MeasurementCache, cluster_fingerprint
 from ds_fsmoe.measuring.cluster_profile import measure_links
@@ -49,7 +49,7 @@ _MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
-class Predictor:
+class EpSizePredictor:
     """Predicts a job with each size. All methods but :meth:`planned` are collective over all ranks of the job."""
 
     block: FSMoEBlock
@@ -67,7 +67,7 @@ class Predictor:
         """Return the tokens of a micro-batch of a rank."""
         return self.job.shapes[0].B * self.job.shapes[0].L
 
-    def for_tokens(self, tokens: float) -> Predictor:
+    def for_tokens(self, tokens: float) -> EpSizePredictor:
         """Return predictions of the same job whose micro-batches have about so many tokens."""
         shapes = tuple(replace(each, L=max(1, round(tokens / each.B))) for each in self.job.shapes)
         return replace(self, job=replace(self.job, shapes=shapes))
@@ -111,7 +111,7 @@ class Predictor:
 
         return likely_ep_sizes(self.job, cluster, self.block.schedule, memory_of, most_bytes, usual)
 
-    def learned(self) -> SeenBatches | None:
+    def learned(self) -> LearnedBatches | None:
         """Return what the last run of this job has learned; ``None``: nothing, or it must not be used. A line names a
         useless file."""
         if self.block.deterministic:
@@ -121,16 +121,16 @@ class Predictor:
             if rank_now() == 0:
                 try:
                     found = remembered(key)
-                except UselessSeenError as error:
+                except UselessLearnedError as error:
                     log_on_rank_0(f"ep_size: what the last run has learned is ignored: {error}", logging.WARNING)
         return from_first_rank(found)
 
-    def keep(self, seen: SeenBatches) -> None:
+    def keep(self, learned: LearnedBatches) -> None:
         """Keep what was learned for the next start of this job."""
         key = self._key()
         if rank_now() == 0 and not self.block.deterministic:
             try:
-                remember(key, seen)
+                remember(key, learned)
             except (OSError, RuntimeError) as error:
                 log_on_rank_0(f"ep_size: the next start will not know of this: {error}", logging.WARNING)
 
@@ -182,10 +182,10 @@ def _cluster_of(operations: Mapping[str, Operation], topology: Topology) -> Clus
     return Cluster("measured", len(nodes), nodes[0], {**operations, **others})
 
 
-def seen_of(choice: EpChoice, tokens: int) -> SeenBatches:
+def learned_of(choice: EpChoice, tokens: int) -> LearnedBatches:
     """Return a choice as it is kept for the next start."""
     runner_up = None if choice.runner_up is None else choice.runner_up.ep
-    return SeenBatches(tokens, choice.best.ep, runner_up, choice.runner_up_costs)
+    return LearnedBatches(tokens, choice.best.ep, runner_up, choice.runner_up_costs)
 
 
 class BatchLengths:
@@ -203,11 +203,11 @@ class BatchLengths:
         label: the label of the first layer.
     """
 
-    def __init__(self, predictor: Predictor, ep_size: int, label: str, *, is_known: bool, is_given: bool) -> None:
+    def __init__(self, predictor: EpSizePredictor, ep_size: int, label: str, *, is_known: bool, is_given: bool) -> None:
         self._predictor, self._ep_size, self._label = predictor, ep_size, label
         self._is_known, self._is_given, self._at_start = is_known, is_given, predictor.tokens
         self._steps, self._due = 0, STEPS_BEFORE
-        self._has_batch = self._has_said = False
+        self._has_batch = self._has_warned = False
         self._begin()
 
     @property
@@ -256,7 +256,7 @@ class BatchLengths:
 
     def _compare(self, mean: float, most: int) -> None:
         assumed = self._predictor.tokens
-        is_longer = self._is_given and most > self._at_start and not self._has_said
+        is_longer = self._is_given and most > self._at_start and not self._has_warned
         if self._is_known and not is_longer and abs(mean - assumed) <= OFF * assumed:
             return
         predictor = self._predictor.for_tokens(mean)
@@ -267,30 +267,30 @@ class BatchLengths:
             self._is_known, self._predictor = True, predictor
             return
         choice = choose_ep_size(sizes, self._ep_size)
-        self._say(choice, sizes, round(mean), most, is_longer)
+        self._log(choice, sizes, round(mean), most, is_longer)
         if not self._is_given:
-            predictor.keep(seen_of(choice, round(mean)))
-        self._has_said, self._is_known, self._predictor = self._has_said or is_longer, True, predictor
+            predictor.keep(learned_of(choice, round(mean)))
+        self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
 
-    def _say(self, choice: EpChoice, sizes: Sequence[EpSize], mean: int, most: int, is_longer: bool) -> None:
+    def _log(self, choice: EpChoice, sizes: Sequence[EpSize], mean: int, most: int, is_longer: bool) -> None:
         best, samples = choice.best, self._predictor.job.shapes[0].B
         now_ms = next((each.step_ms for each in sizes if each.ep == self._ep_size), math.nan)
         gain = f"{now_ms / best.step_ms:.2f} times as fast as {self._ep_size}" if best.step_ms else ""
-        said = f"ep_size: micro-batches have {mean} tokens on average"
+        line = f"ep_size: micro-batches have {mean} tokens on average"
         if self._is_given:
-            said += f', {most} at the most, not {self._at_start} ("sequence_length": {self._at_start // samples})'
+            line += f', {most} at the most, not {self._at_start} ("sequence_length": {self._at_start // samples})'
         if best.ep == self._ep_size:
             if is_longer:
-                log_on_rank_0(f"{said}; {best.ep} is predicted to be the best size all the same")
+                log_on_rank_0(f"{line}; {best.ep} is predicted to be the best size all the same")
         elif self._is_given:
             log_on_rank_0(
-                f'{said}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-mean // samples)} and '
+                f'{line}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-mean // samples)} and '
                 "restart from a checkpoint to have it",
                 logging.WARNING,
             )
         else:
             log_on_rank_0(
-                f"{said}: the next start will use ep_size = {best.ep} (predicted to be {gain}); restart from a "
+                f"{line}: the next start will use ep_size = {best.ep} (predicted to be {gain}); restart from a "
                 "checkpoint to have it now",
                 logging.WARNING,
             )

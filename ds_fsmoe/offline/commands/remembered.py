@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a file cannot be removed.
     """
-    from ds_fsmoe.files.seen_batches import all_files, folder
+    from ds_fsmoe.files.learned_batches import all_files, folder
 
     files = {each.stem: each for each in all_files()}
     if args.forget is not None:
@@ -54,11 +54,11 @@ def _remove(file: Path) -> None:
 
 
 def _row(file: Path) -> tuple[str, ...]:
-    from ds_fsmoe.files.seen_batches import UselessSeenError, read_seen
+    from ds_fsmoe.files.learned_batches import UselessLearnedError, read_learned
 
     try:
-        job, seen = read_seen(file)
-    except UselessSeenError as error:
+        job, learned = read_learned(file)
+    except UselessLearnedError as error:
         return (file.stem, f"ignored: {str(error).partition(': ')[2]}", *[""] * 8)
     layers = [each for each in _list_of(job, "layers") if isinstance(each, dict)]
     return (
@@ -69,9 +69,9 @@ def _row(file: Path) -> tuple[str, ...]:
         ", ".join(map(_words, _list_of(job, "hosts"))),
         _words(job.get("zero")),
         _words(job.get("samples")),
-        str(seen.tokens),
-        str(seen.ep_size),
-        "" if seen.runner_up is None else f"{seen.runner_up} takes {seen.runner_up_costs:.2f}x",
+        str(learned.tokens),
+        str(learned.ep_size),
+        "" if learned.runner_up is None else f"{learned.runner_up} takes {learned.runner_up_costs:.2f}x",
     )
 
 

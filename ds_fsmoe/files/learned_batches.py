@@ -28,7 +28,7 @@ Job = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class SeenBatches:
+class LearnedBatches:
     """Holds what was learned from the batches of a run."""
 
     tokens: int
@@ -41,7 +41,7 @@ class SeenBatches:
     """How many times as long a step is predicted to take with it."""
 
 
-class UselessSeenError(ValueError):
+class UselessLearnedError(ValueError):
     """Reports a file that is not used. The message has the reason, after the file's name."""
 
 
@@ -64,7 +64,7 @@ def file_of(job: Job) -> Path:
     return folder() / f"{name}.json"
 
 
-def remember(job: Job, seen: SeenBatches) -> None:
+def remember(job: Job, learned: LearnedBatches) -> None:
     """Write the file of a job, whole or not at all.
 
     Raises:
@@ -72,14 +72,14 @@ def remember(job: Job, seen: SeenBatches) -> None:
     """
     path = file_of(job)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps({"format": _FORMAT, "job": job, "seen": asdict(seen)}, indent=1) + "\n")
+    write_whole(path, json.dumps({"format": _FORMAT, "job": job, "learned": asdict(learned)}, indent=1) + "\n")
 
 
-def remembered(job: Job) -> SeenBatches | None:
+def remembered(job: Job) -> LearnedBatches | None:
     """Return what was learned from the last run of a job; ``None``: nothing.
 
     Raises:
-        UselessSeenError: its file is damaged, of another version, or of another job.
+        UselessLearnedError: its file is damaged, of another version, or of another job.
     """
     try:
         path = file_of(job)
@@ -87,34 +87,34 @@ def remembered(job: Job) -> SeenBatches | None:
             return None
     except (OSError, RuntimeError):  # no home folder, or none that this user may look into
         return None
-    found, seen = read_seen(path)
+    found, learned = read_learned(path)
     if found != json.loads(json.dumps(job)):
-        raise UselessSeenError(f"{path}: is of another job")
-    return seen
+        raise UselessLearnedError(f"{path}: is of another job")
+    return learned
 
 
-def read_seen(path: Path) -> tuple[dict[str, Any], SeenBatches]:
+def read_learned(path: Path) -> tuple[dict[str, Any], LearnedBatches]:
     """Return the job of a file, and what was learned from it.
 
     Raises:
-        UselessSeenError: it is damaged, or of another version.
+        UselessLearnedError: it is damaged, or of another version.
     """
     try:
         data = read_json(path, follow_links=False)
         if data["format"] != _FORMAT:
-            raise UselessSeenError(f"{path}: has format {data['format']!r}, and this version reads {_FORMAT}")
-        job, seen = data["job"], SeenBatches(**data["seen"])
-        costs = seen.runner_up_costs
-        counts = [seen.tokens, seen.ep_size, *([] if seen.runner_up is None else [seen.runner_up])]
+            raise UselessLearnedError(f"{path}: has format {data['format']!r}, and this version reads {_FORMAT}")
+        job, learned = data["job"], LearnedBatches(**data["learned"])
+        costs = learned.runner_up_costs
+        counts = [learned.tokens, learned.ep_size, *([] if learned.runner_up is None else [learned.runner_up])]
         if not isinstance(job, dict) or not all(type(each) is int and 0 < each < _MOST for each in counts):
-            raise UselessSeenError(f"{path}: must have a job and counts of 1 to {_MOST - 1}, not {counts}")
-        if (costs is None) != (seen.runner_up is None) or not (costs is None or 0 < float(costs) < float("inf")):
-            raise UselessSeenError(f"{path}: runner_up_costs = {costs!r}: must be a number above 0")
-    except UselessSeenError:
+            raise UselessLearnedError(f"{path}: must have a job and counts of 1 to {_MOST - 1}, not {counts}")
+        if (costs is None) != (learned.runner_up is None) or not (costs is None or 0 < float(costs) < float("inf")):
+            raise UselessLearnedError(f"{path}: runner_up_costs = {costs!r}: must be a number above 0")
+    except UselessLearnedError:
         raise
     except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise UselessSeenError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
-    return job, seen
+        raise UselessLearnedError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+    return job, learned
 
 
 def all_files() -> Iterator[Path]:
