@@ -403,7 +403,7 @@ def run_step(watched: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned
         for tokens in (parts,) if isinstance(parts, int) else parts:
             call(watched, tokens)
     if watched.step_is_over(is_tuned):
-        watched.look()
+        watched.compare()
 
 
 def call(watched: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:

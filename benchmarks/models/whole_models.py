@@ -144,7 +144,7 @@ class Training:
     def _is_settled(self) -> bool:
         tuner = getattr(getattr(self.engine, "fsmoe", None), "autotune", None)
         lengths = getattr(getattr(self.engine, "fsmoe", None), "lengths", None)
-        return (tuner is None or tuner.is_settled) and (lengths is None or lengths.has_looked)
+        return (tuner is None or tuner.is_settled) and (lengths is None or lengths.has_compared)
 
     def __call__(self) -> None:
         self.groups.put()

@@ -315,7 +315,7 @@ class FSMoEState:
         is_tuned = self.autotune is None or self.autotune.is_settled
         if self.lengths is not None and self.lengths.step_is_over(is_tuned):
             self.wait_for_parameters()
-            self.lengths.look()
+            self.lengths.compare()
         if self.placement_watch is not None:
             self.placement_watch.step_is_over(next_step, is_tuned)
         if self.autotune is not None and self.autotune.trials is not None:

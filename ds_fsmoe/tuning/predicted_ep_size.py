@@ -192,7 +192,7 @@ class BatchLengths:
     """Compares the batches of an engine with the length that its ``ep_size`` was chosen for, and finds the size for the
     next start where they differ.
 
-    It looks when the first plans have settled, then after ten times the steps, and every :data:`_MOST_STEPS` at the
+    It compares when the first plans have settled, then after ten times the steps, and every :data:`_MOST_STEPS` at the
     latest: all ranks at the same step, by counts alone.
 
     Args:
@@ -211,8 +211,8 @@ class BatchLengths:
         self._begin()
 
     @property
-    def has_looked(self) -> bool:
-        """Return True once it has looked at the batches."""
+    def has_compared(self) -> bool:
+        """Return True once batches have been compared."""
         return self._due > STEPS_BEFORE
 
     def _begin(self) -> None:
@@ -234,7 +234,7 @@ class BatchLengths:
         self._of_forward = 0
 
     def step_is_over(self, is_tuned: bool) -> bool:
-        """Count an optimizer step; return True if it is time for :meth:`look`, the same on every rank.
+        """Count an optimizer step; return True if it is time for :meth:`compare`, the same on every rank.
 
         Args:
             is_tuned: whether the autotuner, if there is one, has settled: it is the same on every rank.
@@ -245,16 +245,16 @@ class BatchLengths:
             self._due = self._steps + min(9 * self._steps, _MOST_STEPS)
         return is_due
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Compare batches since the last time, and predict sizes where that is due. Collective, between two steps."""
         self._end_forward()
         of_ranks = on_every_rank((self._tokens, self._forwards, self._most))
         self._begin()
         tokens, forwards, most = (list(each) for each in zip(*of_ranks, strict=True))
         if sum(tokens):
-            self._compare(sum(tokens) / sum(forwards), max(most))
+            self._predict_again(sum(tokens) / sum(forwards), max(most))
 
-    def _compare(self, mean: float, most: int) -> None:
+    def _predict_again(self, mean: float, most: int) -> None:
         assumed = self._predictor.tokens
         is_longer = self._is_given and most > self._at_start and not self._has_warned
         if self._is_known and not is_longer and abs(mean - assumed) <= OFF * assumed:
