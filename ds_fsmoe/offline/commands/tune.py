@@ -322,7 +322,8 @@ class Tuning:
     def _read(self, run: Run, trial: LayoutTrial) -> None:
         """Read the steps of a run that ended as it should."""
         settled = settled_after(run)
-        times_ms = step_times_ms(run, settled)
+        # The first ones after that may still set something up.
+        times_ms = step_times_ms(run, settled)[-self._args.steps :]
         if len(times_ms) < FEWEST_STEPS:
             trial.state = (
                 f"{len(times_ms)} steps after the autotuner has chosen, of {len(run.steps)}: must be {FEWEST_STEPS}"
