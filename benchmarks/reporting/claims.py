@@ -231,7 +231,6 @@ NOT_MEASURED = (
     Excuse(PAGE, "experts 64 to 128 times as wide as tokens (in today's models 0.3 to 4 times)", "sizes of models"),
     Excuse("docs/autotuner.md", "more than 10% slower than the fastest", OF_OTHERS),
     Excuse("docs/autotuner.md", "# How it chooses", OF_OTHERS),
-    Excuse("docs/autotuner.md", "# What to do with it", OF_OTHERS),
     Excuse("docs/autotuner.md", "# Watch: drift", OF_OTHERS),
     Excuse("benchmarks/notes/autotuner.md", "# Predict and choose", OF_OTHERS),
     Excuse("benchmarks/notes/autotuner.md", "# Try", OF_OTHERS),
