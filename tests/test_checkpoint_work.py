@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -182,7 +183,7 @@ def test_a_rank_checks_the_files_of_its_node_and_misses_none_of_other_nodes(
     found = manifest_of(["here.pt", "there.pt"], 0, 8)
     (tmp_path / "here.pt").write_text("x")
     for is_local, said in ((True, ["here.pt"]), (False, ["here.pt", "there.pt"])):
-        engine = SimpleNamespace(use_node_local_storage=lambda: is_local, local_rank=0, global_rank=2)
+        engine = SimpleNamespace(use_node_local_storage=partial(bool, is_local), local_rank=0, global_rank=2)
         with pytest.raises(CheckpointError) as caught:
             checkpoints.Checkpoints(engine)._check_files(tmp_path, found, True, [2])
         assert [name for name in found.files if name in str(caught.value)] == said
