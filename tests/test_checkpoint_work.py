@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 import torch
 
 import ds_fsmoe
+from ds_fsmoe.checkpoint import checkpoints, saving
 from ds_fsmoe.checkpoint import ranks as ranks_of_job
-from ds_fsmoe.checkpoint import saving
+from ds_fsmoe.checkpoint.plan_state import RankState
 from ds_fsmoe.checkpoint_files import pieces
 from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, Sizes, omissions
 from ds_fsmoe.checkpoint_files.pieces import Group, Index, OpenFiles, Piece, SavedPieces, joined, merged, read_index
@@ -172,6 +174,33 @@ def test_what_it_leaves_out_is_counted_by_layer(tmp_path: Path) -> None:
     (said,) = omissions(tmp_path, manifest_of(kept, 3, 8))
     assert said == f"{tmp_path} has 7 files of experts of blocks.1.moe, and should have 8 by its fsmoe.json"
     assert omissions(tmp_path, manifest_of(files, 3, 8)) == []
+
+
+def test_a_rank_checks_the_files_of_its_node_and_misses_none_of_other_nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(checkpoints.dist, "get_rank", lambda: 2)
+    found = manifest_of(["here.pt", "there.pt"], 0, 8)
+    (tmp_path / "here.pt").write_text("x")
+    for is_local, said in ((True, ["here.pt"]), (False, ["here.pt", "there.pt"])):
+        engine = SimpleNamespace(use_node_local_storage=partial(bool, is_local), local_rank=0, global_rank=2)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.Checkpoints(engine)._check_files(tmp_path, found, True, [2])
+        assert [name for name in found.files if name in str(caught.value)] == said
+
+
+@pytest.mark.parametrize(("of_ranks", "go_on"), [([True, True], True), ([True, False], False)])
+def test_plans_of_a_checkpoint_are_taken_on_all_ranks_or_on_none(
+    of_ranks: list[bool], go_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taking them makes communicators."""
+    taken: list[Any] = []
+    monkeypatch.setattr(checkpoints, "on_every_rank", lambda _: of_ranks)
+    monkeypatch.setattr(checkpoints, "go_on_with", lambda _, plans: taken.append(plans))
+    engine = SimpleNamespace(use_node_local_storage=lambda: False, local_rank=0, global_rank=0, fsmoe=None)
+    plans: Any = "plans"
+    checkpoints.Checkpoints(engine)._go_on(RankState(None, plans))
+    assert taken == ["plans"] * go_on
 
 
 # ---- the index

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("transformers")
 
+from ds_fsmoe.checkpoint_files.convert import _write_experts
 from ds_fsmoe.checkpoint_files.huggingface import CONFIG, _empty_model, config_text
-from ds_fsmoe.checkpoint_files.numbering import from_huggingface, to_huggingface
+from ds_fsmoe.checkpoint_files.numbering import ExpertName, from_huggingface, to_huggingface
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
@@ -190,6 +192,17 @@ def test_a_mixtral_of_transformers_comes_back_as_it_was(tmp_path: Path) -> None:
     loaded = MixtralForCausalLM.from_pretrained(tmp_path / "again").eval()
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_the_file_of_an_expert_is_as_large_as_that_expert(tmp_path: Path) -> None:
+    """Its weights may be read as views of those of all experts, of which torch would write all memory."""
+    weights = torch.arange(8 * 4096.0).view(8, 4096)
+    reads = {ExpertName("moe", at, "w1.weight"): partial(weights.__getitem__, at) for at in range(8)}
+    written = dict(_write_experts(tmp_path, reads, lambda layer, number: f"{number}.pt"))
+    for at, (name, read) in enumerate(reads.items()):
+        assert torch.equal(torch.load(tmp_path / f"{at}.pt", weights_only=True)[str(name)], read())
+        assert written[f"{at}.pt"] == 4 * 4096
+        assert (tmp_path / f"{at}.pt").stat().st_size < 2 * written[f"{at}.pt"]
 
 
 def test_names_there_and_back_are_inverse() -> None:

@@ -123,6 +123,16 @@ def test_alpha_is_the_devices_own_and_the_hosts_time_is_told_apart(timed: Timed,
     assert elapsed_ms(CUDA, device.kernels(TRUTH.ms(50), 40), None, device.host) > 20 * TRUTH.ms(50)
 
 
+def test_times_of_ranks_are_compared_on_the_device_that_they_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL takes no tensor of the host."""
+    compared: list[str] = []
+    monkeypatch.setattr(stopwatch, "world_size_now", lambda: 2)
+    monkeypatch.setattr(stopwatch.dist, "all_reduce", lambda times, *_, **__: compared.append(times.device.type))
+    with pytest.raises(NotImplementedError, match="no data"):  # a tensor without values does not come back
+        Stopwatch(torch.device("meta")).slowest([[1.0]])
+    assert compared == ["meta"]
+
+
 def test_the_first_call_of_something_which_loads_it_keeps_nobody_waiting(timed: Timed) -> None:
     device, _ = timed
     calls: list[int] = []

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from ds_fsmoe.engine.shard_experts import type_of_run
+from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.engine.shard_experts import packed_ep_size, type_of_run
 from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -347,6 +348,11 @@ def test_stock_layers_have_the_ep_size_of_the_script() -> None:
 
 def test_one_rank_has_nothing_to_choose(tmp_path: Path) -> None:
     assert run_on_ranks(alone, 1, tmp_path) == [({1}, [])]
+
+
+def test_where_the_largest_number_of_ranks_cannot_be_halved_it_stays() -> None:
+    block = read_block({"fsmoe": {"enabled": True, "placement": {"policy": "lina"}}})
+    assert packed_ep_size(block, [], [1, 3], torch.device("cpu"), False) == 3
 
 
 def alone(rank: int, world_size: int) -> tuple[set[int], list[str]]:

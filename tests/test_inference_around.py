@@ -16,7 +16,7 @@ import torch
 from ds_fsmoe.components.routing import BareRouting
 from ds_fsmoe.layer import inference as layer_inference
 from ds_fsmoe.layer.expert_cache import ExpertCacheMemory, Where
-from ds_fsmoe.layer.inference import InferenceRun
+from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
 from tests.inference_models import HIDDEN, WAYS, WIDTH, Model, ds_config, engine_of, furthest, plain, tokens, watched
@@ -204,6 +204,14 @@ def test_a_model_in_pipeline_stages_is_refused() -> None:
     engine = SimpleNamespace(module=PipelineModule.__new__(PipelineModule))
     with pytest.raises(ValueError, match="not supported with a PipelineModule"), ds_fsmoe.inference(engine):
         pass
+
+
+def test_a_layer_without_a_path_is_expected_to_be_as_popular_as_in_training() -> None:
+    profile, expected = PathProfile(4), []
+    profile.add(np.zeros((10, 0), int), np.repeat([0, 1, 2], [7, 2, 1])[:, None])
+    layer: Any = SimpleNamespace(profile=profile, num_experts=3, expect=expected.append)
+    InferenceLayer.begin(layer, is_expected=False)
+    assert expected[0] / expected[0].sum() == pytest.approx([0.7, 0.2, 0.1], abs=1e-5)
 
 
 class Summing:

@@ -133,7 +133,12 @@ def test_nvlinks_are_summed_over_those_that_are_active() -> None:
 
 @pytest.mark.parametrize(
     ("script", "expected"),
-    [(f"cat <<'END'\n{STATUS}END", (53.124, 26.562)), ("exit 3", ()), ("sleep 6000", ()), (None, ())],
+    [
+        (f"cat <<'END'\n{STATUS}END", (53.124, 26.562)),
+        (f"cat <<'END'\n{STATUS}END\nexit 3", ()),
+        ("sleep 6000", ()),
+        (None, ()),
+    ],
 )
 def test_nvidia_smi_is_asked_but_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, expected: tuple

@@ -81,10 +81,10 @@ def change_within(engine: Any, modifier: int) -> None:
             named(engine)[DOWN][EXPERTS - 1] += 1.0
 
 
-def changes(rank: int, world: int, cases: list[tuple[int, int]]) -> dict[str, float]:
+def changes(rank: int, world: int, cases: list[tuple[int, int, int]]) -> dict[str, float]:
     found = {}
-    for stage, modifier in cases:
-        engine = make(stage, 2)
+    for stage, modifier, ep in cases:
+        engine = make(stage, ep)
         before = whole_of(engine)
         read_within(engine, before)
         wanted = {name: each * 0.5 for name, each in before.items() if ".experts." in name}
@@ -101,7 +101,8 @@ def changes(rank: int, world: int, cases: list[tuple[int, int]]) -> dict[str, fl
 
 
 def test_gathered_experts_are_whole_and_a_change_of_one_rank_to_them_reaches_all_ranks(tmp_path: Path) -> None:
-    cases = [*draw("gathered", [(0, 3), (1, 0), (2, 3)], 1), *draw("gathered at 3", [(3, 0), (3, 3)], 1)]
+    cases = [*draw("gathered", [(0, 3, 2), (1, 0, 2), (2, 3, 2)], 1), *draw("gathered at 3", [(3, 0, 2), (3, 3, 2)], 1)]
+    cases.append((3, 2, 4))  # each expert on one rank only
     for found in run_on_ranks(changes, 4, tmp_path, cases):
         assert max(found.values()) < 1e-6, found
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe.checks.first_forwards import FirstCall
 from ds_fsmoe.components.alltoalls.flat import FlatAllToAll
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
@@ -55,6 +56,7 @@ from ds_fsmoe.planning.job.measured import (
 )
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import HOLD, Lane, Schedule
+from ds_fsmoe.tuning import layer_kinds
 from tests.fake_clock import FakeClock
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
@@ -196,6 +198,22 @@ def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks_at_the_sizes_
             assert predicted_ms == sorted(predicted_ms)
             assert timing.fit.r2 <= 1.0
             assert timing.fit.worst_share >= 0.0
+
+
+@pytest.mark.parametrize(("num_written", "is_measured"), [(0, True), (1, True), (2, False)])
+def test_a_backward_in_other_chunks_is_measured_as_soon_as_one_expert_is_not_written_out(
+    num_written: int, is_measured: bool
+) -> None:
+    place = SimpleNamespace(size=1, per_node=1, lanes=())
+    forward = SimpleNamespace(groups=SimpleNamespace(placements={"ep": place, "esp": place}))
+    collectives = SimpleNamespace(ep_group=None, esp_group=None)
+    pipeline = SimpleNamespace(forward=forward, collectives=collectives, recompute=False)
+    layer: Any = SimpleNamespace(pipeline=pipeline, fsmoe=SimpleNamespace(is_unchunked=False))
+    experts: Any = SimpleNamespace(shapes=[(4, 2)], num_experts=2)
+    forms: Any = (*["written"] * num_written, *[None] * (2 - num_written))
+    sizes: Any = SimpleNamespace(width=2, dtype=torch.float32, comm_byte_shares=(1.0, 1.0))
+    call = FirstCall(experts, forms, sizes, SimpleNamespace(restored=nullcontext), 3)
+    assert (BACKWARD_ANEW in layer_kinds._subject("L00", layer, call).computations) is is_measured
 
 
 def test_measuring_leaves_nothing_behind(found_by: Found) -> None:

@@ -213,6 +213,21 @@ def test_a_reader_leaves_a_save_under_way_alone_and_puts_back_what_a_killed_one_
     assert text_of(tmp_path / "a") == "old"
 
 
+def test_of_what_several_killed_saves_took_the_last_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for token in TOKENS[:3]:
+        (tmp_path / f"a.{token}.before").mkdir()
+        (tmp_path / f"a.{token}.before" / "weights.pt").write_text(token)
+    found = list(tmp_path.iterdir())
+    in_any_order = iter([sorted(found), sorted(found, reverse=True)])
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(next(in_any_order)))
+    for _ in range(2):
+        assert recover(tmp_path, "a")
+        assert text_of(tmp_path / "a") == TOKENS[2]
+        (tmp_path / "a").rename(tmp_path / f"a.{TOKENS[2]}.before")
+
+
 def test_what_a_killed_save_left_is_removed_and_what_a_living_one_writes_is_not(tmp_path: Path) -> None:
     killed, living = Publication(tmp_path, "a", TOKENS[1]), Publication(tmp_path, "a", TOKENS[2])
     for each in (killed, living):

@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import torch
 
+from ds_fsmoe.checkpoint_files.expert_parts import parts_file
 from ds_fsmoe.checkpoint_files.manifest import (
     NAME,
     FileSum,
     LayerSizes,
     Manifest,
+    PartSizes,
     Sizes,
     faults,
     omissions,
     read_described,
     sum_of,
 )
+from ds_fsmoe.checkpoint_files.numbering import StageOfLayers
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 
@@ -298,6 +301,18 @@ def test_a_checkpoint_of_ours_names_all_its_files_or_is_refused(tmp_path: Path) 
     for name in names[1:3]:
         (tmp_path / name).unlink()
     assert omissions(tmp_path, None) == []  # as stock's
+
+
+def test_a_manifest_that_leaves_out_a_stage_or_a_ranks_experts_is_refused(tmp_path: Path) -> None:
+    names = ["mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+    names += [parts_file(number, stage=1) for number in range(2)]
+    sizes = Sizes(world=4, mp=1, pp=2, zero_stage=1, esp=1, dtype="float32")
+    stages, parts = (StageOfLayers(0, 1), StageOfLayers(1, 2)), {"1.experts": PartSizes("stacked", 4, ep=2, stage=1)}
+    for left_out in (None, *names):
+        kept = {name: FileSum(1, "") for name in names if name != left_out}
+        said = omissions(tmp_path, Manifest(sizes, (), {}, kept, parts, stages))
+        assert [each.partition("does not name ")[2].partition(",")[0] for each in said] == [left_out] * len(said)
+        assert len(said) == (left_out is not None)
 
 
 def test_a_name_that_stands_twice_hides_nothing(tmp_path: Path) -> None:

@@ -180,6 +180,10 @@ def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(NoRunError, match=r"no run has been recorded here.*found: notes.txt.*record"):
         read_run(tmp_path)
+    for number in range(9):
+        (tmp_path / f"{number}").write_text("")
+    with pytest.raises(NoRunError, match=r"found: 0, 1, 2, 3, 4, 5, 6, 7\)"):  # of many files the first few
+        read_run(tmp_path)
     with pytest.raises(NoRunError, match="nowhere: no such folder"):
         read_run(tmp_path / "nowhere")
 

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ds_fsmoe.cli import main
 from ds_fsmoe.offline.report.page import Page
 from ds_fsmoe.offline.report.routing import RoutedLoad, _draw, loads_of, mean_of
 from ds_fsmoe.routes.made import choices as made
 from ds_fsmoe.routes.recorded import RoutingFileError, read_routing, write_packed
-from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, index_type, part_file
+from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, index_type, part_file, parts_of
+from ds_fsmoe.telemetry.routing_recorder import RoutingRecorder
 from tests.report_runs import charts_of
 
 RANKS, STEPS, MICRO_BATCHES, TOKENS = 4, (0, 3, 6), 2, 11
@@ -74,6 +76,21 @@ def test_steps_that_are_done_again_replace_what_a_job_had_done(tmp_path: Path) -
     write(tmp_path / "routing")
     write(tmp_path / "routing", steps=(3, 4), part=1)
     assert read_routing(tmp_path / "routing").steps == (0, 3, 4)
+
+
+def test_a_job_that_goes_on_adds_a_file_and_one_that_begins_replaces_all(tmp_path: Path) -> None:
+    def record(*steps: int) -> None:
+        recorder = RoutingRecorder(tmp_path, RankFacts(0, 1, (RoutedLayer("moe", 6, (0,)),)), {"L00": 0})
+        for step in steps:
+            recorder._writer.put((step, 0, 0), torch.tensor([[0, 1, 5]]), None)
+        recorder.close()
+
+    for at, steps in enumerate(((0, 1, 2), (2, 3), (4,))):
+        record(*steps)
+        assert [part for _, part, _ in parts_of(tmp_path)] == [*range(at + 1)]
+    assert read_routing(tmp_path).steps == (0, 1, 2, 3, 4)
+    record(0)
+    assert read_routing(tmp_path).steps == (0,)
 
 
 def test_loads_are_those_of_a_loop_over_tokens(tmp_path: Path) -> None:

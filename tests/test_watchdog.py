@@ -264,6 +264,18 @@ def test_a_wait_within_work_with_files_is_said_once_and_goes_on(hangs: Hangs, fi
     assert working.now() == []
 
 
+def test_a_wait_goes_on_as_long_as_any_rank_works_with_files(
+    hangs: Hangs, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [("rank 0 waits", False), ("rank 1 saves", True), ("rank 2 waits", False)]
+    monkeypatch.setattr(hangs.watchdog._others, "states", lambda: states)
+    with waiting("whether a rank has failed"):
+        hangs.look(3 * LOOKS_FOR_A_HANG)
+        assert hangs.files == []
+        states[1] = ("rank 1 waits", False)
+        hangs.hang()
+
+
 def test_what_is_said_names_the_last_forward_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits._Last, "forward", None)
     monkeypatch.setattr(waits._Last, "step", None)

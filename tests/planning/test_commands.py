@@ -147,6 +147,10 @@ def test_experts_are_the_models_and_groups_fit_them_on_any_number_of_nodes(
 def test_what_was_not_given_is_shown_as_it_would_be_given(capsys) -> None:
     assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", *FEW, "--esp", "1"]) == 0
     assert "\ndefault  --experts 8 --mp 8 --ep-size 8\n" in capsys.readouterr().out
+    # As many of the 8 ranks of a node share an expert as leave room for 24 among the 48.
+    over_half = ["--experts", "24", "--ep", "24"]
+    assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", *FEW, *over_half]) == 0
+    assert "\ndefault  --mp 8 --expert-tensor-parallel-size 2\n" in capsys.readouterr().out
     given = ["--experts", "8", "--mp", "8", "--esp", "1", "--ep", "8"]
     assert cli.main(["plan", "--cluster", "testbed_a", "--model", "gpt2-xl", *FEW, *given]) == 0
     assert "default" not in capsys.readouterr().out

@@ -12,12 +12,14 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models.architecture import describe_model
 from ds_fsmoe.offline.models.hf_config import read_hf_config
 from ds_fsmoe.offline.models.hf_families import FAMILIES
 from ds_fsmoe.offline.models.known import PAPER, PlannedModel, load_model, model_names
@@ -84,6 +86,13 @@ def test_a_model_of_ones_own_is_planned_from_its_configuration_alone() -> None:
     # Without stages and micro-batches nothing is said of batches.
     assert "batch of" not in said
     assert "batch" not in found
+
+
+def test_widths_of_dense_blocks_are_named_from_the_least() -> None:
+    model = read_hf_config(TINY | {"mlp_only_layers": [0, 1, 2]})
+    wide = [replace(each, dense_H=width) for each, width in zip(model.blocks[:3], (4096, 2049, 96), strict=True)]
+    said = dict(describe_model(replace(model, blocks=(*wide, *model.blocks[3:]))))
+    assert ", the others 96 or 2049 or 4096 wide, " in said["blocks"]
 
 
 def test_what_is_given_replaces_what_the_configuration_says(own: Path, capsys) -> None:
