@@ -209,7 +209,11 @@ def test_compare_hands_its_block_to_run_in_front_of_the_script() -> None:
     ("given", "command", "sentence"),
     [
         (["--fsmoe", ENABLED], ["deepspeed", "train.py"], "ds_fsmoe.run, which is not in the command"),
-        (["--fsmoe", ENABLED], ["-m", "ds_fsmoe.run", "--fsmoe", ENABLED, "train.py"], "to compare and in the command"),
+        (
+            ["--fsmoe", ENABLED],
+            ["-m", "ds_fsmoe.run", "--fsmoe", ENABLED, "train.py"],
+            "is given twice, also in the command",
+        ),
         (["--fsmoe", "absent.json"], ["-m", "ds_fsmoe.run", "train.py"], "--fsmoe absent.json: no such file"),
         ([], ["-m", "ds_fsmoe.run", "--fsmoe", "absent.json", "train.py"], "--fsmoe absent.json: no such file"),
         ([], ["-m", "ds_fsmoe.run", "train.py"], "for a script whose config is inside it, give the block with --fsmoe"),

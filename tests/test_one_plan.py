@@ -189,7 +189,8 @@ def engine_model(
         subject=SimpleNamespace(kind="experts", link_name=lambda link: link, sizes=SimpleNamespace(num_choices=0)),
         pipeline=SimpleNamespace(forward=SimpleNamespace(groups=groups)),
         sizes=called,
-        options={"flat": SimpleNamespace(planned="flat")},
+        options={"flat": SimpleNamespace(planned="flat", is_unpadded=False, subject=SimpleNamespace(alltoall="flat"))},
+        sizes_with=lambda alltoall: called,
     )
     slowed = {(Lane.INTER, Lane.INTRA): 1 + model.kappa, (Lane.INTRA, Lane.INTER): 1 + model.kappa}
     written = LayerCosts.written(costs, cluster.host_ms)

@@ -312,12 +312,11 @@ class FSMoEState:
         self._chunk_by_rule()
         if self.running.step_clock is not None:
             self.running.step_clock.step_is_over()
-        is_tuned = self.autotune is None or self.autotune.is_settled
-        if self.lengths is not None and self.lengths.step_is_over(is_tuned):
+        if self.lengths is not None and self.lengths.step_is_over(self._is_tuned()):
             self.wait_for_parameters()
             self.lengths.compare()
         if self.placement_watch is not None:
-            self.placement_watch.step_is_over(next_step, is_tuned)
+            self.placement_watch.step_is_over(next_step, self._is_tuned())
         if self.autotune is not None and self.autotune.trials is not None:
             is_settled = self.autotune.trial_is_over()
             self._facts = {}
@@ -330,6 +329,9 @@ class FSMoEState:
             # Layers may be chunked from now on, and experts may have changed since the last check.
             self.chunking_guard.recheck()
         return None if self.watch is None else self.watch.step_is_over(next_step)
+
+    def _is_tuned(self) -> bool:
+        return self.autotune is None or self.autotune.is_settled
 
     def _predictors(self) -> Mapping[str, MeasuredPredictor]:
         return {} if self.autotune is None else self.autotune.result.predictors
