@@ -3,8 +3,8 @@
 
 python tools/mutations.py --seed 2026-11-29 --count 100
 
-Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against a few quick tests
-that call its function, of as many files as can be (one run of ``make test`` tells which, see ``tools/reached.py``), two
+Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the quick tests
+that call its function and a few others (one run of ``make test`` tells which, see ``tools/reached.py``), two
 mutations side by side; and what survives those against all of ``make test``: the survivors together, once, and each
 alone against the tests that failed then, until none fails. ``tools/mutations_results.csv`` keeps what a seed has drawn
 and who caught it; a second run goes on where the first stopped, also in later code. Mutations that change no result are
@@ -53,8 +53,9 @@ REACHED = ROOT / ".mutations" / "reached"
 RESULTS = Path(__file__).with_name("mutations_results.csv")
 COLUMNS = ("seed", "mutation", "kind", "by", "against")
 OUT_OF_TIME = "the limit of time"
-OF_A_FILE, FEW, FEW_S = 3, 60, 100.0
-"""The most tests of one file, in all, and their seconds when they were told, that a mutation runs against first."""
+QUICK_S, FEW_S, OF_A_FILE = 2.0, 100.0, 1
+"""The seconds of a quick test, those of all quick ones and again of all others that a mutation runs against first, and
+how many of the others are of one file."""
 
 
 @dataclass(frozen=True)
@@ -282,16 +283,16 @@ def tests_of(mutation: Mutation) -> dict[str, float]:
 
 
 def few_tests_of(mutation: Mutation) -> list[str]:
-    """Return a few quick ones of these tests, of several files."""
+    """Return the quick ones of these tests, and some of the others, of several files."""
     found: list[str] = []
     of_file: Counter[str] = Counter()
-    left_s = FEW_S
+    left_s = {True: FEW_S, False: FEW_S}
     for test, seconds in tests_of(mutation).items():
-        file = test.partition("::")[0]
-        if len(found) < FEW and of_file[file] < OF_A_FILE and (seconds <= left_s or not found):
+        file, is_quick = test.partition("::")[0], seconds < QUICK_S
+        if seconds <= left_s[is_quick] and (is_quick or of_file[file] < OF_A_FILE):
             found.append(test)
-            of_file[file] += 1
-            left_s -= seconds
+            of_file[file] += not is_quick
+            left_s[is_quick] -= seconds
     return found
 
 
