@@ -3,12 +3,12 @@
 
 python tools/mutations.py --seed 2026-11-29 --count 100
 
-Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the tests that
-call its function, the quickest first (one run of ``make test`` tells which, see ``tools/reached.py``), and what
-survives those against all of ``make test``: the survivors together, once, and each alone against the tests that failed
-then, until none fails. ``tools/mutations_results.csv`` keeps what a
-seed has drawn and who caught it; a second run goes on where the first stopped, also in later code. Mutations that
-change no result are listed with the reason in ``tools/mutations_equivalent.toml``. ``--known`` takes those of
+Operators and places are drawn from the seed. Each mutation runs in a copy of the tree, first against the quick tests
+that call its function and a few others (one run of ``make test`` tells which, see ``tools/reached.py``), two
+mutations side by side; and what survives those against all of ``make test``: the survivors together, once, and each
+alone against the tests that failed then, until none fails. ``tools/mutations_results.csv`` keeps what a seed has drawn
+and who caught it; a second run goes on where the first stopped, also in later code. Mutations that change no result are
+listed with the reason in ``tools/mutations_equivalent.toml``. ``--known`` takes those of
 ``tools/mutations_known.toml``, which tests have missed once.
 """
 
@@ -21,6 +21,7 @@ import csv
 import functools
 import json
 import os
+import queue
 import random
 import re
 import shutil
@@ -31,6 +32,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,10 @@ LOGS = re.compile(r"(?i)\b_?log(ger)?\b")
 REACHED = ROOT / ".mutations" / "reached"
 RESULTS = Path(__file__).with_name("mutations_results.csv")
 COLUMNS = ("seed", "mutation", "kind", "by", "against")
+OUT_OF_TIME = "the limit of time"
+QUICK_S, FEW_S, OF_A_FILE = 2.0, 100.0, 1
+"""The seconds of a quick test, those of all quick ones and again of all others that a mutation runs against first, and
+how many of the others are of one file."""
 
 
 @dataclass(frozen=True)
@@ -271,19 +277,33 @@ def at(text: str) -> tuple[int, int]:
     return text.count("\n") + 1, len(text.rpartition("\n")[2].encode())
 
 
-def tests_of(mutation: Mutation) -> list[str]:
-    """Return the tests of ``make test`` that call the function of a mutation, the quickest first."""
-    return reached_by().get(f"{mutation.path} {mutation.function}", [])
+def tests_of(mutation: Mutation) -> dict[str, float]:
+    """Return the tests of ``make test`` that call a mutation's function, with their seconds, the quickest first."""
+    return reached_by().get(f"{mutation.path} {mutation.function}", {})
+
+
+def few_tests_of(mutation: Mutation) -> list[str]:
+    """Return the quick ones of these tests, and some of the others, of several files."""
+    found: list[str] = []
+    of_file: Counter[str] = Counter()
+    left_s = {True: FEW_S, False: FEW_S}
+    for test, seconds in tests_of(mutation).items():
+        file, is_quick = test.partition("::")[0], seconds < QUICK_S
+        if seconds <= left_s[is_quick] and (is_quick or of_file[file] < OF_A_FILE):
+            found.append(test)
+            of_file[file] += not is_quick
+            left_s[is_quick] -= seconds
+    return found
 
 
 @functools.cache
-def reached_by() -> dict[str, list[str]]:
-    """Return function -> the tests that call it, the quickest first, as :func:`look_who_reaches` has seen it."""
+def reached_by() -> dict[str, dict[str, float]]:
+    """Return function -> the tests that call it and their seconds, the quickest first; see :func:`look_who_reaches`."""
     rows = [json.loads(line) for file in REACHED.glob("*.jsonl") for line in file.read_text().splitlines()]
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, float]] = {}
     for row in sorted(rows, key=lambda row: row["seconds"]):
         for each in row["calls"]:
-            found.setdefault(each, []).append(row["test"])
+            found.setdefault(each, {})[row["test"]] = row["seconds"]
     return found
 
 
@@ -319,7 +339,13 @@ def run_tests(
         folder, cache = ROOT / environment / "bin", tree.parent / "cache"
         shutil.rmtree(cache, ignore_errors=True)
         command = [str(folder / "python"), "-m", "pytest", "-q", "-o", f"cache_dir={cache}", *["-x"] * stops]
-        command += ["-m", "not slow and not long", "-n", str(workers), "--dist", "load", "--maxschedchunk", "2"]
+        command += [
+            "-m",
+            "not slow and not long",
+            "-n",
+            str(workers),
+            *["--dist", "load", "--maxschedchunk", "2"] * (workers > 0),
+        ]
         command += [*options, *names]
         path = f"{folder}{os.pathsep}{os.environ['PATH']}"
         variables = {"PYTHONPATH": str(tree), "PATH": path, "OMP_NUM_THREADS": "1", **more}
@@ -333,7 +359,7 @@ def run_tests(
         except subprocess.TimeoutExpired:
             os.killpg(run.pid, signal.SIGKILL)  # with the ranks that it has started
             run.wait()
-            return ["the limit of time"]
+            return [OUT_OF_TIME]
         if run.returncode not in (0, 5):
             failed = cache / "v" / "cache" / "lastfailed"
             found += json.loads(failed.read_text()) if failed.exists() else [f"status {run.returncode}"]
@@ -368,7 +394,7 @@ def run_together(
         print(f"{len(left)} together: {len(suspects)} tests fail; without any mutation: {flaky}", flush=True)
         missed = []
         for each in left:
-            reaching = set(tests_of(each))
+            reaching = tests_of(each)
             ordered = sorted(suspects, key=lambda test: test not in reaching)
             with mutated(tree, [each]):
                 by = run_tests(tree, ordered, workers, limit_s) if ordered else []
@@ -400,6 +426,16 @@ def mutated(tree: Path, mutations: list[Mutation]) -> Iterator[None]:
             (tree / path).write_text(source)
 
 
+def copied(tree: Path) -> Path:
+    """Copy what is in the repository into a folder, and return that."""
+    shutil.rmtree(tree, ignore_errors=True)
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for file in filter(None, files.split("\0")):
+        (tree / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, tree / file)
+    return tree
+
+
 def all_files() -> list[str]:
     """Return the test files of ``make test``, but not this tool's own: that fails wherever known mutations' code is
     another."""
@@ -419,7 +455,7 @@ def main() -> int:
     parser.add_argument("--reached-only", action="store_true", help="do not run all of make test for what survives")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
     parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--limit-s", type=int, default=900, help="for each run of the tests that call a function")
+    parser.add_argument("--limit-s", type=int, default=900, help="for each run of a few tests")
     parser.add_argument("--limit-all-s", type=int, default=3600, help="for each run of all tests")
     options = parser.parse_args()
     seed = "known" if options.known else options.seed
@@ -429,22 +465,28 @@ def main() -> int:
         for each in mutations:
             print(f"{each.path}:{each.start[0]} {each.kind}: {each.before!r} -> {each.after!r}")
         return 0
-    tree = ROOT / ".mutations" / "tree"
-    shutil.rmtree(tree, ignore_errors=True)
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for file in filter(None, files.split("\0")):
-        (tree / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / file, tree / file)
+    tree, other = (copied(ROOT / ".mutations" / name) for name in ("tree", "second/tree"))
     if not REACHED.exists():
         look_who_reaches(tree, options.workers, options.limit_all_s)
-    for number, each in enumerate(mutations, 1):
-        if results.against(each):
-            continue
-        began = time.monotonic()
-        with mutated(tree, [each]):
-            by = run_tests(tree, tests, options.workers, options.limit_s) if (tests := tests_of(each)) else []
-        results.keep(each, by, "reached")
-        print(f"{number:3} {time.monotonic() - began:4.0f} s {each.name} {by[:1] or 'survives'}", flush=True)
+    waiting = [each for each in mutations if not results.against(each)]
+    free: queue.Queue[Path] = queue.Queue()
+    for each in (tree, other):
+        free.put(each)
+
+    def first(mutation: Mutation) -> tuple[Mutation, list[str], float]:
+        mine, began, tests = free.get(), time.monotonic(), few_tests_of(mutation)
+        try:
+            with mutated(mine, [mutation]):
+                found = run_tests(mine, tests, 0, options.limit_s) if tests else []
+        finally:
+            free.put(mine)
+        # Out of time is a test that hangs, or many tests: the run of all of them tells.
+        return mutation, [] if found == [OUT_OF_TIME] else found, time.monotonic() - began
+
+    with ThreadPoolExecutor(2) as pool:
+        for number, (each, by, seconds) in enumerate(pool.map(first, waiting), 1):
+            results.keep(each, by, "reached")
+            print(f"{number:3} {seconds:4.0f} s {each.name} {by[:1] or 'survives'}", flush=True)
     survivors = [each for each in mutations if not results.by(each) and results.against(each) == "reached"]
     if survivors and not options.reached_only:
         for each, by in run_together(tree, survivors, options.workers, options.limit_all_s):
