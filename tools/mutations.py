@@ -214,7 +214,7 @@ class Results:
         return self._rows[mutation.name]["by"]
 
     def against(self, mutation: Mutation) -> str:
-        """Return what it was run against: "reached", "all", or nothing yet."""
+        """Return what it was run against: "reached", "all", "by hand" one test, or nothing yet."""
         return self._rows[mutation.name]["against"]
 
     def keep(self, mutation: Mutation, by: list[str], against: str) -> None:
