@@ -296,6 +296,13 @@ def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str]
     assert float(found[shown][1]) == min(float(row[1]) for row in found.values())
 
 
+@pytest.mark.parametrize("alltoall", ["flat", "node_deduplicated"])
+def test_on_one_node_a_token_cannot_be_sent_once_to_each_and_who_asks_for_it_is_told(alltoall: str, capsys) -> None:
+    on_one = [{"2": "1"}.get(each, each) for each in ON_TWO_NODES[:5]] + ON_TWO_NODES[5:]
+    assert cli.main([*on_one, "--alltoall", alltoall]) == 0
+    assert ("node_deduplicated is run as flat: " in capsys.readouterr().out) is (alltoall != "flat")
+
+
 def test_the_options_and_names_of_before_mean_todays(capsys) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -348,3 +355,5 @@ def test_what_two_batch_overlap_gives_over_best_is_shown_where_there_are_two_sam
     assert "two layers, backward, best, two-batch:" in shown
     assert "(lower bound, batches whole)" in shown
     assert "computed as if both sub-batches had 1.5" in said["--samples 3"]
+    # Timelines are drawn where they are asked for.
+    assert "two layers" not in said["--samples 3"]
