@@ -201,7 +201,7 @@ STATEMENTS: dict[str, int] = {
     "components": 3431,
     "config": 736,
     "distributed": 803,
-    "engine": 4293,
+    "engine": 4294,
     "execution": 2456,
     "files": 679,
     "gradients": 1725,
