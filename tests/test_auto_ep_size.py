@@ -437,6 +437,7 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
         assert (unknown.choose(), "set" in choice_of(unknown.modules).reason) == (2, True)
     exact = choice({"deterministic": True, "trace": {"cluster": "testbed_b"}})
     assert (exact.choose(), "set" in choice_of(exact.modules).reason) == (2, True)
+    assert choice_of(exact.modules).predictor is None
     # It can be looked at and forgotten.
     assert cli.main(["remembered"]) == 0
     listed = capsys.readouterr().out

@@ -87,7 +87,8 @@ class AutoEpSize:
             else:
                 learned, source = predictor.learned(), "what the last run saw"
                 if learned is None or learned.ep_size not in self.fitting:
-                    return self._usual("sequence_length", predictor)
+                    # What nothing may be kept of is not promised either.
+                    return self._usual("sequence_length", None if self.block.deterministic else predictor)
         except (MeasuringError, ValueError) as error:
             if not is_given:
                 return self._usual("sequence_length")

@@ -128,7 +128,7 @@ class EpSizePredictor:
     def keep(self, learned: LearnedBatches) -> None:
         """Keep what was learned for the next start of this job."""
         key = self._key()
-        if rank_now() == 0 and not self.block.deterministic:
+        if rank_now() == 0:
             try:
                 remember(key, learned)
             except (OSError, RuntimeError) as error:
