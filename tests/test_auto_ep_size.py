@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size
-from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of, forget_ep_size
+from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of, forget_ep_size, watched_lengths
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
 from ds_fsmoe.files import learned_batches
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, cluster_fingerprint, write_measurements
@@ -340,10 +341,39 @@ def test_a_size_that_does_not_fit_into_memory_is_not_chosen(tmp_path: Path, monk
     assert choice_of(least.modules).reason == (
         "4 of 1, 2, 4 for 4096 tokens a micro-batch on the links of mine; no size is predicted to fit into memory"
     )
+    # Of an optimizer that the config does not name, the states are Adam's.
+    most.total_memory = (found[1] + found[2]) / 2
+    unnamed = {name: value for name, value in ds_config(1).items() if name != "optimizer"}
+    assert choice(block, ds_config=unnamed).choose() == 4
     # What the host keeps is in no memory of the device.
     away = ds_config(1)
     away["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     assert choice(block, ds_config=away).choose() == 1
+
+
+def test_the_next_start_has_no_size_for_which_the_memory_that_the_job_took_leaves_no_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    predictor = replace(choice({})._predictor(4096), device=torch.device("cuda"))
+    states = {g.ep: states_bytes(predictor.job, g, 0.0) for g in predictor.job.layouts()}
+    memory = SimpleNamespace(total_memory=2 * states[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    best = {}
+    for left in ("room", "none"):
+        # Activations come on top of the states, with any size.
+        used_bytes = memory.total_memory - (states[1] - states[2]) * {"room": 1.1, "none": 0.9}[left]
+        best[left] = choose_ep_size(predictor.planned(links(SLOW, FAST), 2, used_bytes), 2).best.ep
+    assert best == {"room": 1, "none": 2}
+
+
+def test_a_run_that_the_config_ends_learns_nothing_for_the_next_one() -> None:
+    """``ds_fsmoe tune`` and ``compare`` start the same script several times, and all of their runs start alike."""
+    made = choice({})
+    made.choose()
+    for block, is_watched in (({}, True), ({"record": {"dir": "x", "stop_after": 150}}, False)):
+        running = SimpleNamespace(block=FSMoEBlock(**block), instruments=[])
+        found = watched_lengths(made.modules, made.ds_config, 2, "L00", running)
+        assert (found is not None) == is_watched == bool(running.instruments)
 
 
 @pytest.mark.parametrize(
@@ -388,9 +418,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens for which sizes are predicted, on made-up links."""
     found: list[int] = []
 
-    def predicted(self: EpSizePredictor, usual: int) -> tuple[list[EpSize], str]:
+    def predicted(self: EpSizePredictor, usual: int, used_bytes: float) -> tuple[list[EpSize], str]:
         found.append(self.tokens)
-        return self.planned(links(SLOW, FAST), usual), "these links"
+        return self.planned(links(SLOW, FAST), usual, used_bytes), "these links"
 
     monkeypatch.setattr(EpSizePredictor, "predicted", predicted)
     return found
@@ -402,6 +432,7 @@ def run_step(watched: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned
         watched.begin_forward(has_batch=True)
         for tokens in (parts,) if isinstance(parts, int) else parts:
             call(watched, tokens)
+        watched.end_forward()
     if watched.step_is_over(is_tuned):
         watched.compare()
 
@@ -455,19 +486,20 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
 def test_a_damaged_or_an_old_file_is_ignored_with_a_line(
     asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for damage, words in (
-        ('"format": 1', "has format 2"),
-        ('"tokens": 4096', "counts of 1 to"),
-        ("{", "cannot be read"),
-    ):
+    damages: list[tuple[str, str, str]] = [
+        ('"format": 1', '"format": 2', "has format 2"),
+        ('"tokens": 4096', '"tokens": -4', "counts of 1 to"),
+        (r'"runner_up_costs": [\d.]+', '"runner_up_costs": "1.5"', "must be a number above 0"),
+        (r"^[\s\S]*$", "{", "cannot be read"),
+    ]
+    for written, damaged, words in damages:
         watched = lengths(1, is_known=False)
         for _ in range(10):
             run_step(watched, 4096)
         (file,) = learned_batches.all_files()
-        number = damage.partition(": ")[2]
-        file.write_text(file.read_text().replace(damage, damage.replace(number, "2" if number == "1" else "-4"), 1))
-        if damage == "{":
-            file.write_text("{")
+        text, count = re.subn(written, damaged, file.read_text(), count=1)
+        assert count == 1
+        file.write_text(text)
         assert choice({}).choose() == 2
         assert "what the last run has learned is ignored: " in caplog.text
         assert words in caplog.text
@@ -501,11 +533,16 @@ def test_it_waits_for_plans_and_counts_each_batch_once(asked: list[int]) -> None
     assert asked == []
     watched.begin_forward(has_batch=False)
     call(watched, 10_000)  # the rows of a rank without a batch are made up
+    watched.end_forward()
+    watched.begin_forward(has_batch=True)
+    call(watched, 10_000)  # it ends in an error
     watched.begin_forward(has_batch=True)
     call(watched, 10_000, is_training=False)
     call(watched, 10_000, label="L01")
     call(watched, 500)
-    run_step(watched, (250, 250))
+    watched.end_forward()
+    call(watched, 10_000)  # the script generates with the model itself, which may be in training mode
+    run_step(watched, (250, 250), 500)
     assert asked == [500]
 
 
@@ -529,6 +566,6 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
         run_step(watched, 4000, 4192)
     (line,) = (each.message for each in caplog.records)
     assert '4192 at the most, not 128 ("sequence_length": 128): 1 is predicted to be ' in line
-    assert line.endswith('times as fast as 2; set "sequence_length": 4096 and restart from a checkpoint to have it')
+    assert line.endswith('times as fast as 2; set "sequence_length": 4192 and restart from a checkpoint to have it')
     # What the config has is not remembered.
     assert list(learned_batches.all_files()) == []

@@ -102,6 +102,11 @@ def test_a_log_without_an_error_has_none(tmp_path: Path) -> None:
         ("accelerate launch PORT -m ds_fsmoe.run train.py", "--main_process_port 7"),
         ("accelerate launch --config_file c.yaml train.py", ""),
         ("accelerate config", ""),
+        ("srun -n 2 deepspeed PORT train.py", "--master_port 7"),
+        ("conda run -n deepspeed deepspeed PORT train.py", "--master_port 7"),
+        ("conda run -n deepspeed python train.py", ""),
+        ("uv run --with deepspeed python train.py", ""),
+        ("python train.py --output_dir out/deepspeed", ""),
         ("python train.py", ""),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as, part_of
+from ds_fsmoe.engine.shard_experts import shard_parameter
 
 EXPERTS, WIDTH, RANK = 6, 5, 2
 WHOLES = {
@@ -59,3 +60,17 @@ def test_a_parameter_says_which_part_it_is() -> None:
     assert part_of(parameter) is None
     describe_as(parameter, part)
     assert part_of(parameter) == part == parameter.fsmoe_part
+
+
+def test_marks_of_a_parameter_are_on_the_part_that_is_cut_from_it() -> None:
+    """A script that groups parameters by a mark of its own finds those of experts by it, too."""
+    whole = torch.nn.Parameter(torch.randn(6, 3, 2), requires_grad=False)
+    whole.decays = False
+    mine = shard_parameter(whole, ExpertPart("stacked", 6, 2, 1), "ep_size_2")
+    assert torch.equal(mine, whole[3:])
+    assert (mine.decays, mine.requires_grad) == (False, False)
+
+
+def test_a_parameter_of_which_a_rank_has_all_stays_the_same_object() -> None:
+    whole = torch.nn.Parameter(torch.randn(6, 3, 2))
+    assert shard_parameter(whole, ExpertPart("stacked", 6, 1, 0), "ep_size_1") is whole

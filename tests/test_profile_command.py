@@ -175,6 +175,22 @@ def test_an_argument_that_is_none_is_refused(capsys: pytest.CaptureFixture[str],
     assert "ds_fsmoe profile: error: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("error", "status"), [("ValueError", 2), ("MeasuringError", 1)])
+def test_other_ranks_than_the_first_end_with_its_status_and_print_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: str, status: int
+) -> None:
+    from ds_fsmoe.measuring import profile_job
+
+    def fails(*_: object) -> None:
+        raise {"ValueError": ValueError, "MeasuringError": profile_job.MeasuringError}[error]("does not fit")
+
+    monkeypatch.setattr(profile_job, "measure_and_write", fails)
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["profile", "--out", str(tmp_path / "x.json")]) == status
+    printed = capsys.readouterr()
+    assert printed.out == printed.err == ""
+
+
 def test_a_rank_that_fails_is_said_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

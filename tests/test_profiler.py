@@ -123,15 +123,21 @@ def made_up_slowdowns(*args: Any) -> Slowdowns:
     return Slowdowns({pair: 1.1 + number / 10 for number, pair in enumerate(pairs)})
 
 
-def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, int]:
-    """What is made of what was measured; the same from what is known of it; how often it was measured."""
-    calls: list[str] = []
-    profiler.slowdowns = lambda *args: calls.append(args[-1]) or made_up_slowdowns(*args)
+def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, list[dict[Lane, int]]]:
+    """What is made of what was measured; the same from what is known of it; for each time that it was measured, the
+    rows of every lane."""
+    calls: list[dict[Lane, int]] = []
+
+    def measured(*args: Any) -> Slowdowns:
+        calls.append({lane: work.args[0] for lane, work in args[2].items()})
+        return made_up_slowdowns(*args)
+
+    profiler.slowdowns = measured
     subject = subject_of([GPTFeedForward(WIDTH, HIDDEN)], make_groups(ep, esp), ep, esp)
     lane_of = {ALL_TO_ALL: Lane.INTER, ALL_GATHER: Lane.INTRA, REDUCE_SCATTER: Lane.INTRA}.__getitem__
     measuring = Measuring(Stopwatch(CPU), Measurements())
     found, again = (slowdowns_of(measuring, subject, SerialLanes(), lane_of) for _ in range(2))
-    return found, again, len(calls)
+    return found, again, calls
 
 
 def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]:
@@ -229,9 +235,12 @@ def test_how_lanes_slow_each_other_is_kept_pair_by_pair_and_measured_once(found_
     esp, results = found_by
     lanes = [Lane.INTER, Lane.INTRA, Lane.COMPUTE] if esp > 1 else [Lane.INTER, Lane.COMPUTE]
     for each in results:
-        found, again, num_measured = each["slowed"]
+        found, again, measured = each["slowed"]
         assert found == again == made_up_slowdowns(None, None, lanes, "")
-        assert num_measured == 1
+        (rows_of,) = measured
+        assert sorted(rows_of) == sorted(lanes)
+        # A quarter of the slots of a layer: an expert on each of two ranks, and as many of those that share its shards.
+        assert all(1 <= rows <= 2 * esp * MEASURED // 4 for lane, rows in rows_of.items() if lane is not Lane.COMPUTE)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 16, 97])

@@ -25,7 +25,13 @@ from ds_fsmoe.offline.commands.layouts import (
     with_changes,
     words_of_changes,
 )
-from ds_fsmoe.offline.commands.training_command import find_config
+from ds_fsmoe.offline.commands.training_command import (
+    OURS,
+    PlannedRun,
+    TrainingCommand,
+    find_config,
+)
+from ds_fsmoe.offline.commands.training_run import OUT_OF_TIME, run_training
 from ds_fsmoe.offline.commands.tune import AS_IT_IS, LayoutTrial, contenders
 from tests.built_ops import build_ops
 from tests.python_path import python_path
@@ -44,12 +50,15 @@ block = config["fsmoe"]
 with pathlib.Path(sys.argv[3]).open("a") as file:
     file.write(json.dumps(config) + "\\n")
 size, folder = block.get("ep_size", 2), pathlib.Path(block["record"]["dir"])
-does = json.loads(sys.argv[1])[str(size)]
+all_do = json.loads(sys.argv[1])
+does = all_do["stock"] if "stock" in all_do and not block["enabled"] else all_do[str(size)]
 layers = {"L00": {"path": "experts", "experts": 8, "ep_size": size, "k": 2, "own_ep_size": False}}
 schedule = "best" if block["enabled"] else "stock"
 facts = {"format": 1, "schedule": schedule, "layers": layers, "world_size": 4, "block": block, "ended": "now"}
 if does == "no record":
     sys.exit()
+if does == "memory at once":
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
 facts["zero_stage"] = config.get("zero_optimization", {}).get("stage", 0)
 (folder / "run.json").write_text(json.dumps(facts))
 if does == "memory":
@@ -177,6 +186,57 @@ def test_a_first_run_that_does_not_begin_ends_the_command(config: Path, capsys: 
     assert "failed: RuntimeError: no data" in capsys.readouterr().err
 
 
+def test_a_model_that_does_not_fit_with_all_experts_on_every_rank_is_tried_with_fewer(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = json.loads(config.read_text())
+    del written["fsmoe"]
+    config.write_text(json.dumps(written))
+    status, configs = tune(config, {"stock": "memory at once", "2": 100, "1": 300, "4": 200})
+    assert status == 0
+    assert [each["fsmoe"]["enabled"] for each in configs][:2] == [False, True]
+    said = capsys.readouterr().out
+    assert f"{AS_IT_IS}  " in said
+    # The size that was tried is written, as another start might choose another one.
+    tuned = json.loads(config.with_name("ds_config.tuned.json").read_text())
+    assert tuned == written | {"fsmoe": {"enabled": True, "ep_size": 2}}
+
+
+def test_sizes_that_are_named_are_tried_where_no_run_comes_to_its_first_step(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    does = {"2": "memory at once", "4": 100, "8": "memory at once"}
+    assert tune(config, does)[0] == 1
+    printed = capsys.readouterr()
+    assert "name sizes by --ep-sizes to try them all the same" in printed.err
+    assert "out of memory" in printed.out
+    status, configs = tune(config, does, "--ep-sizes", "4,8")
+    assert status == 0
+    assert sizes_of(configs) == [None, 4, 8]
+    assert json.loads(config.with_name("ds_config.tuned.json").read_text())["fsmoe"]["ep_size"] == 4
+
+
+def test_a_size_that_a_clusters_links_are_chosen_for_is_chosen_for_them_in_every_run(config: Path) -> None:
+    written = json.loads(config.read_text())
+    written["fsmoe"]["trace"] = {"enabled": True, "cluster": "testbed_b"}
+    config.write_text(json.dumps(written))
+    _, configs = tune(config, {"2": 100, "1": 120, "4": 80})
+    assert [each["fsmoe"]["trace"] for each in configs] == [{"enabled": False, "cluster": "testbed_b"}] * 3
+
+
+def test_what_a_launcher_has_started_has_time_to_end_its_ranks(tmp_path: Path) -> None:
+    """The launcher ends at once where it is told to, and a program below it only once its own are gone."""
+    below = "import pathlib, signal, sys, threading; "
+    below += f"done = pathlib.Path({str(tmp_path / 'done')!r}); begun = done.with_name('begun'); "
+    below += "signal.signal(signal.SIGTERM, lambda *_: (threading.Event().wait(1), done.touch(), sys.exit())); "
+    below += "begun.touch(); signal.pause()"
+    launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+    subject = TrainingCommand({}, [sys.executable, "-c", launcher, below], "", [])
+    assert run_training("tune", subject, PlannedRun(OURS, tmp_path / "run", 9, False, tmp_path), 5.0) == OUT_OF_TIME
+    assert (tmp_path / "begun").exists()
+    assert (tmp_path / "done").exists()
+
+
 def test_stages_and_micro_batches_are_tried_where_they_are_allowed(config: Path) -> None:
     options = ("--ep-sizes", "2", "--zero-stages", "2,3", "--micro-batch-sizes", "2,4")
     _, configs = tune(config, {"2": 100}, *options, "--rounds", "1")
@@ -210,6 +270,11 @@ def test_options_of_the_script_follow_by_the_mapping_of_deepspeeds_own_autotuner
     changes = [(("train_micro_batch_size_per_gpu",), 1), (("gradient_accumulation_steps",), 2)]
     found = with_changes(subject, changes).command_with(Path("new"))
     assert found == ["train.py", "--steps=2", "--deepspeed=new", "--batch", "1"]
+    # One that the command leaves out has a default, which is another number.
+    subject = find_config(["train.py", str(config)], "tune", needs_block=False)
+    found = with_changes(subject, changes).command_with(Path("new"))
+    assert found == ["train.py", "new", "--batch", "1", "--steps", "2"]
+    subject = find_config(command, "tune", needs_block=False)
     assert subject.command_with(config) == command
 
 

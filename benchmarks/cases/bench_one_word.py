@@ -94,8 +94,10 @@ def ways(model: Whole, swept: Swept) -> dict[str, Way]:
         # Slots are what stock sends where tokens are dropped.
         blocks["ours, rows"] = {"enabled": True, "dispatch": "unpadded"}
     else:
+        # One word takes the size of a node where no length is known.
         blocks["ours, over all ranks"] = {"enabled": True, "ep_size": dist.get_world_size()}
-        blocks["ours, ep_size 1"] = {"enabled": True, "ep_size": 1}
+        smaller = [size for size in range(1, dist.get_world_size()) if dist.get_world_size() % size == 0]
+        blocks |= {f"ours, ep_size {size}": {"enabled": True, "ep_size": size} for size in smaller}
         blocks["ours, chosen"] = {"enabled": True, "sequence_length": model.L}
     blocks["deepspeed"] = {"enabled": True, "schedule": "deepspeed"}
     blocks |= {preset: with_chunks(preset, swept.num_chunks[preset])["fsmoe"] for preset in CUT}

@@ -171,7 +171,7 @@ def watched_lengths(
     modules: Sequence[nn.Module], ds_config: Mapping[str, Any], ep_size: int, label: str, running: LayerRuntime
 ) -> BatchLengths | None:
     """Return what compares the batches of an engine with the length that its ``ep_size`` was chosen for; ``None`` where
-    there was nothing to choose, or where the job is over too soon.
+    there was nothing to choose, or where the job is over too soon or is a trial.
 
     Args:
         modules: the modules of experts.
@@ -181,7 +181,8 @@ def watched_lengths(
         running: what layers run with.
     """
     choice, steps = choice_of(modules), known_steps(running.block, ds_config)
-    if choice.predictor is None or (steps is not None and steps < FEWEST_STEPS):
+    # A run that the config ends is a trial, as those of `compare` and `tune`: the next one is to start like it.
+    if choice.predictor is None or running.block.record.stop_after or (steps is not None and steps < FEWEST_STEPS):
         return None
     found = BatchLengths(choice.predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
     running.instruments.append(found.watch)
@@ -213,9 +214,10 @@ def _batch(ds_config: Mapping[str, Any], world: int) -> tuple[int | None, int]:
 
 
 def _optimizer_bytes(ds_config: Mapping[str, Any], number_bytes: int) -> float | None:
-    """Return the bytes of the optimizer per element, at the least; ``None`` where the host has a part of the states."""
+    """Return the bytes of the optimizer per element; ``None`` where the host has a part of the states. One that the
+    config does not name is the script's or the trainer's, and is taken for Adam."""
     zero = ds_config.get("zero_optimization") or {}
     if any((zero.get(each) or {}).get("device", "none") != "none" for each in ("offload_optimizer", "offload_param")):
         return None
-    kind = str((ds_config.get("optimizer") or {}).get("type", "")).lower()
+    kind = str((ds_config.get("optimizer") or {}).get("type", "adam")).lower()
     return 4.0 * (number_bytes < 4) + 8.0 * ("adam" in kind)

@@ -232,6 +232,8 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if self.fsmoe.splitter is not None:
             self.fsmoe.splitter.end_forward(self.module.training, has_batch)
         self.fsmoe.routing.end_forward(has_batch)
+        if self.fsmoe.lengths is not None:
+            self.fsmoe.lengths.end_forward()
         if clock is not None:
             clock.end_forward()
         if has_batch:

@@ -108,7 +108,8 @@ def read_learned(path: Path) -> tuple[dict[str, Any], LearnedBatches]:
         counts = [learned.tokens, learned.ep_size, *([] if learned.runner_up is None else [learned.runner_up])]
         if not isinstance(job, dict) or not all(type(each) is int and 0 < each < _MOST for each in counts):
             raise UselessLearnedError(f"{path}: must have a job and counts of 1 to {_MOST - 1}, not {counts}")
-        if (costs is None) != (learned.runner_up is None) or not (costs is None or 0 < float(costs) < float("inf")):
+        is_number = type(costs) in (int, float) and 0 < costs < float("inf")
+        if (costs is None) != (learned.runner_up is None) or not (costs is None or is_number):
             raise UselessLearnedError(f"{path}: runner_up_costs = {costs!r}: must be a number above 0")
     except UselessLearnedError:
         raise

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
+from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes
 from ds_fsmoe.log import log_line
@@ -515,7 +516,7 @@ def measure_links(
     Raises:
         MeasuringError: on every rank, if a measurement has failed, or not even the all-to-alls were timed by then.
     """
-    start_s, device, nodes = watch.host.perf_counter(), watch.device, _nodes(topology)
+    device, nodes = watch.device, _nodes(topology)
     ranks_of = {"inter": len(nodes), "intra": min(map(len, nodes))}
     links = [link for link in LINKS if ranks_of[link] > 1]
     found, largest = {}, {}
@@ -525,6 +526,11 @@ def measure_links(
         torch.no_grad(),
         passing_communicators(kinds, "fsmoe_links", max_ctas) as groups,
     ):
+        for group in groups:
+            # The first message makes the communicator, which is no part of what links cost.
+            with waiting("the first message over a link"):
+                dist.all_reduce(torch.zeros(1, device=device), group=group)
+        start_s = watch.host.perf_counter()
         trials = computations(device, dtype, MAX_BYTES)[:1]
         for link, group in zip(links, groups, strict=True):
             trials += collectives(link, ranks_of[link], group, device, dtype, MAX_BYTES)

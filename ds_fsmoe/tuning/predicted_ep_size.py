@@ -72,12 +72,12 @@ class EpSizePredictor:
         shapes = tuple(replace(each, L=max(1, round(tokens / each.B))) for each in self.job.shapes)
         return replace(self, job=replace(self.job, shapes=shapes))
 
-    def predicted(self, usual: int | None = None) -> tuple[list[EpSize], str]:
+    def predicted(self, usual: int | None = None, used_bytes: float = 0.0) -> tuple[list[EpSize], str]:
         """Return what is predicted of the likely sizes, ascending, and what costs of links it is from; the same on
         every rank.
 
         Args:
-            usual: a size that is among them in any case.
+            usual, used_bytes: see :meth:`planned`.
 
         Raises:
             MeasuringError: on every rank, if links could not be measured, or there is no prediction.
@@ -93,23 +93,43 @@ class EpSizePredictor:
         with raise_on_all_ranks(None, "predicting a step with each ep_size"):
             if rank_now() == 0:
                 assert cluster is not None
-                found = self.planned(cluster, usual)
+                found = self.planned(cluster, usual, used_bytes)
         return from_first_rank(found), source
 
-    def planned(self, cluster: Cluster, usual: int | None = None) -> list[EpSize]:
+    def planned(self, cluster: Cluster, usual: int | None = None, used_bytes: float = 0.0) -> list[EpSize]:
         """Predict the likely sizes on a cluster, on this rank; see :meth:`predicted`.
+
+        Args:
+            cluster: the links.
+            usual: a size that is among them in any case.
+            used_bytes: the memory that a rank has needed with that size; 0: not known, so states alone count.
 
         Raises:
             ValueError: the cluster lacks a number for every size.
         """
-        most_bytes = None
-        if self.device.type == "cuda" and self.optimizer_bytes is not None:
-            most_bytes = float(torch.cuda.get_device_properties(self.device).total_memory)
+        most_bytes = self._most_bytes() if used_bytes or self.optimizer_bytes is not None else None
 
-        def memory_of(groups: Groups) -> float:
+        def states_of(groups: Groups) -> float:
             return states_bytes(self.job, groups, self.optimizer_bytes or 0.0)
 
+        others = next((used_bytes - states_of(each) for each in self.job.layouts() if each.ep == usual), 0.0)
+        # A job whose host has states can need less than they would take.
+        beside_states = max(0.0, others) if used_bytes else 0.0
+
+        def memory_of(groups: Groups) -> float:
+            return states_of(groups) + beside_states
+
         return likely_ep_sizes(self.job, cluster, self.block.schedule, memory_of, most_bytes, usual)
+
+    def _most_bytes(self) -> float | None:
+        """Return the memory of the device; ``None``: it is the host's."""
+        if self.device.type != "cuda":
+            return None
+        return float(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def used_bytes(self) -> float:
+        """Return the most memory that this process has taken of its device so far; 0 on the CPU."""
+        return float(torch.cuda.max_memory_reserved(self.device)) if self.device.type == "cuda" else 0.0
 
     def learned(self) -> LearnedBatches | None:
         """Return what the last run of this job has learned; ``None``: nothing, or it must not be used. A line names a
@@ -148,6 +168,10 @@ class EpSizePredictor:
             "samples": job.shapes[0].B,
             "micro_batches": job.micro_batches,
             "schedule": self.block.schedule,
+            # A size that fits one device or optimizer need not fit another.
+            "device": self.device.type,
+            "memory": self._most_bytes(),
+            "optimizer_bytes": self.optimizer_bytes,
         }
 
     def _known_links(self) -> tuple[Cluster | None, str]:
@@ -225,11 +249,13 @@ class BatchLengths:
 
     def begin_forward(self, has_batch: bool) -> None:
         """Count a forward in training."""
-        self._end_forward()
-        self._has_batch = has_batch
-        self._forwards += has_batch
+        # Another one may have ended in an error.
+        self._of_forward, self._has_batch = 0, has_batch
 
-    def _end_forward(self) -> None:
+    def end_forward(self) -> None:
+        """End that forward. What a script does with the model itself, such as generating, is no micro-batch."""
+        self._forwards += self._has_batch
+        self._has_batch = False
         self._tokens, self._most = self._tokens + self._of_forward, max(self._most, self._of_forward)
         self._of_forward = 0
 
@@ -247,21 +273,20 @@ class BatchLengths:
 
     def compare(self) -> None:
         """Compare batches since the last time, and predict sizes where that is due. Collective, between two steps."""
-        self._end_forward()
-        of_ranks = on_every_rank((self._tokens, self._forwards, self._most))
+        of_ranks = on_every_rank((self._tokens, self._forwards, self._most, self._predictor.used_bytes()))
         self._begin()
-        tokens, forwards, most = (list(each) for each in zip(*of_ranks, strict=True))
+        tokens, forwards, most, used_bytes = (list(each) for each in zip(*of_ranks, strict=True))
         if sum(tokens):
-            self._predict_again(sum(tokens) / sum(forwards), max(most))
+            self._predict_again(sum(tokens) / sum(forwards), max(most), max(used_bytes))
 
-    def _predict_again(self, mean: float, most: int) -> None:
+    def _predict_again(self, mean: float, most: int, used_bytes: float) -> None:
         assumed = self._predictor.tokens
         is_longer = self._is_given and most > self._at_start and not self._has_warned
         if self._is_known and not is_longer and abs(mean - assumed) <= OFF * assumed:
             return
         predictor = self._predictor.for_tokens(mean)
         try:
-            sizes, _ = predictor.predicted(self._ep_size)
+            sizes, _ = predictor.predicted(self._ep_size, used_bytes)
         except MeasuringError as error:
             log_on_rank_0(f"ep_size: no size is predicted for batches as they are: {error}", logging.WARNING)
             self._is_known, self._predictor = True, predictor
@@ -275,7 +300,10 @@ class BatchLengths:
     def _log(self, choice: EpChoice, sizes: Sequence[EpSize], mean: int, most: int, is_longer: bool) -> None:
         best, samples = choice.best, self._predictor.job.shapes[0].B
         now_ms = next((each.step_ms for each in sizes if each.ep == self._ep_size), math.nan)
-        gain = f"{now_ms / best.step_ms:.2f} times as fast as {self._ep_size}" if best.step_ms else ""
+        ratio = now_ms / best.step_ms if best.step_ms else math.nan
+        gain = "the best size" if math.isnan(ratio) else f"{ratio:.2f} times as fast as {self._ep_size}"
+        # Longer ones than that would be said to exceed it again.
+        length = most if is_longer else mean
         line = f"ep_size: micro-batches have {mean} tokens on average"
         if self._is_given:
             line += f', {most} at the most, not {self._at_start} ("sequence_length": {self._at_start // samples})'
@@ -284,7 +312,7 @@ class BatchLengths:
                 log_on_rank_0(f"{line}; {best.ep} is predicted to be the best size all the same")
         elif self._is_given:
             log_on_rank_0(
-                f'{line}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-mean // samples)} and '
+                f'{line}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-length // samples)} and '
                 "restart from a checkpoint to have it",
                 logging.WARNING,
             )

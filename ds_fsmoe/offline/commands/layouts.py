@@ -221,17 +221,21 @@ def with_changes(subject: TrainingCommand, changes: Iterable[Change]) -> Trainin
         block[name] = value
         option = mapped.get(".".join(path)) or mapped.get(name)
         if option:
-            for arguments in (before, after):
-                _set_option(arguments, option, str(value))
+            places = [_set_option(arguments, option, str(value)) for arguments in (before, after)]
+            # One that the command leaves out has a default, so it is added, as DeepSpeed does.
+            after += [] if any(places) else [option, str(value)]
     return replace(subject, config=config, before=before, after=after)
 
 
-def _set_option(arguments: list[str], option: str, value: str) -> None:
+def _set_option(arguments: list[str], option: str, value: str) -> bool:
+    """Set an option wherever it is among arguments; return whether it is."""
+    is_there = False
     for place, each in enumerate(arguments):
         if each == option and place + 1 < len(arguments):
-            arguments[place + 1] = value
+            arguments[place + 1], is_there = value, True
         elif each.startswith(f"{option}="):
-            arguments[place] = f"{option}={value}"
+            arguments[place], is_there = f"{option}={value}", True
+    return is_there
 
 
 def micro_batches_of(config: Mapping[str, Any], sizes: Sequence[int], of: str) -> list[int | None]:

@@ -39,9 +39,10 @@ the port is the user's affair."""
 
 def with_free_port(command: Sequence[str], port: int) -> list[str]:
     """Return a command with a port for its launcher, unless the user named one or there are several hosts."""
-    for place, each in enumerate(command):
-        name = Path(each).name
-        if name not in _PORTS:
+    for place, each in enumerate(_options_ahead(command)):
+        name, ahead = Path(each).name, command[place - 1] if place else ""
+        # What follows another option is its value, such as the name of an environment or of a folder.
+        if name not in _PORTS or (ahead.startswith("-") and ahead not in ("-m", "--")):
             continue
         option, words, others = _PORTS[name]
         after = command[place + 1 :]
@@ -192,7 +193,10 @@ def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
         block["record"]["stop_after_settled"] = run.settled_steps
     # The last but one: by then all is settled, and the last one ends the trace.
     traced = {"enabled": True, "start_step": run.steps - 3, "num_steps": 2}
-    block["trace"] = traced if run.is_traced else {"enabled": False}
+    written = block.get("trace")
+    # ep_size may be chosen for the links of that cluster.
+    links = {"cluster": written["cluster"]} if isinstance(written, Mapping) and "cluster" in written else {}
+    block["trace"] = links | (traced if run.is_traced else {"enabled": False})
     return changed
 
 

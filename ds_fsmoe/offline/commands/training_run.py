@@ -120,8 +120,9 @@ def _train(
             job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=variables)
         except OSError as error:
             raise ValueError(f"{command[0]}: cannot be started: {error}") from error
-        # Told to end, this process ends the job as at Ctrl-C.
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        # Told to end, or left by its terminal, this process ends the job as at Ctrl-C.
+        ends = signal.SIGTERM, signal.SIGHUP
+        before = [signal.signal(each, lambda number, _: sys.exit(128 + number)) for each in ends]
         try:
             with Progress(f"{of}: training", steps) as progress:
                 start_s, is_told = time.monotonic(), False
@@ -138,19 +139,33 @@ def _train(
             return job.returncode
         finally:
             _end(job)
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in zip(ends, before, strict=True):
+                signal.signal(number, handler)
 
 
 def _end(job: subprocess.Popen[bytes]) -> None:
     """End a job with all its processes. Ranks may be in sessions of their own, or on other nodes: their launcher ends
-    them, if it is asked to.
+    them, if it is asked to and has the time. It may be below another program, which does not wait for it.
     """
     if job.poll() is not None:
         return
-    os.killpg(job.pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + _GRACE_S
-    # Not reaped before the last signal, so that nobody else has its number by then.
-    while time.monotonic() < deadline_s and not os.waitid(os.P_PID, job.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        time.sleep(0.1)
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()
+    try:
+        os.killpg(job.pid, signal.SIGTERM)
+        deadline_s = time.monotonic() + _GRACE_S
+        while time.monotonic() < deadline_s and _is_running(job.pid):
+            time.sleep(0.1)
+    finally:  # also at a second Ctrl-C
+        # Not reaped before the last signal, so that nobody else has its number by then.
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def _is_running(group: int) -> bool:
+    """Return True while a process of a group has not ended."""
+    for each in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name, in brackets, may have blanks.
+            state, _, of_group = each.read_text().rpartition(")")[2].split()[:3]
+            if int(of_group) == group and state not in "ZX":
+                return True
+    return False

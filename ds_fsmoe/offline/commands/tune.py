@@ -17,6 +17,7 @@ inside the script, give the block, and start the script with --module ds_fsmoe.r
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -69,10 +70,12 @@ from ds_fsmoe.terminal.tables import print_table
 HELP = "try layouts with your training command, and write a config with the fastest one"
 AS_IT_IS = "the config as it is"
 OK = "ok"
+_OUT_OF_MEMORY, _ENDED_AFTER = "out of memory", "ended after"
 _MOST_STEPS = 100
 """The optimizer steps after which a run ends whose plans are never settled."""
 _FIRST_S, _LEAST_S, _TIMES = 1800.0, 120.0, 3.0
-"""Seconds for the first run; at the least for each other one, and how many times as long as the first it may take."""
+"""Seconds for the first run of stock and of ours; at the least for each other one, and how many times as long as the
+first of ours it may take."""
 _OTHER_TOKENS = 1.25
 """The ratio of tokens from which a script is said not to follow the config's micro-batch."""
 _NO_MEMORY = re.compile(r"OutOfMemoryError|out of memory|can't allocate memory|bad_alloc|MemoryError", re.IGNORECASE)
@@ -99,7 +102,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--zero-stages", **sizes, help="ZeRO stages (the config's)")
     parser.add_argument("--micro-batch-sizes", **sizes, help=f"values of {MICRO_BATCH} (the config's)")
     parser.add_argument(
-        "--limit-s", type=float, metavar="SECONDS", help="end a run after so many seconds (three times the first run's)"
+        "--limit-s",
+        type=float,
+        metavar="SECONDS",
+        help="end a run after so many seconds (half an hour for the first of stock and of ours, then three times ours)",
     )
     about = "the DeepSpeed config, if several arguments of the command could be it"
     parser.add_argument("--config", type=Path, metavar="FILE", help=about)
@@ -155,10 +161,11 @@ def run(args: argparse.Namespace) -> int:
     owner = claim_out(args.out, OF_TUNE)
     try:
         tuning = Tuning(subject, asked, args)
-        if not tuning.try_all():
-            return 1
+        is_timed = tuning.try_all()
         print()
         print_trials(tuning.trials)
+        if not is_timed:
+            return 1
         conclude(tuning.trials, subject, output)
         return 0
     finally:
@@ -180,6 +187,11 @@ class LayoutTrial:
     def is_ok(self) -> bool:
         """Return True if every run was timed."""
         return self.state == OK and len(self.times_ms) > 1
+
+    @property
+    def needs_too_much(self) -> bool:
+        """Return True if its run was ended for its memory or its time, which another layout may not need."""
+        return self.state == _OUT_OF_MEMORY or self.state.startswith(_ENDED_AFTER)
 
     @property
     def step_ms(self) -> float:
@@ -229,19 +241,25 @@ class Tuning:
         Raises:
             ValueError: a size that was asked for is impossible.
         """
-        began_s = time.monotonic()
-        folder = self._try(self.trials[0])
-        if not (folder / RUN).exists():
-            print_coloured(f"tune: no layout was tried, as the first run recorded nothing; log: {folder / LOG}", RED)
-            return False
-        if self._args.limit_s is None and self.trials[0].is_ok:
-            self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - began_s))
-        if read_run(folder).is_stock:
+        print("tune: all runs write to the folders that the script writes to: give it an output folder of its own")
+        folder = self._try_first(self.trials[0])
+        is_stock = not self._subject.config.get("fsmoe", {}).get("enabled")
+        # A model with all experts on every rank may need too much memory, or its first step too much time.
+        if is_stock and ((folder / RUN).exists() or self.trials[0].needs_too_much):
             # Of stock's layers nothing is measured, and a size may be chosen by the engine.
             self.trials.append(LayoutTrial(words_of_changes(enabled := [(("fsmoe", "enabled"), True)]), enabled))
-            folder = self._try(self.trials[-1])
+            folder = self._try_first(self.trials[-1])
         if (folder / RUN).exists():
             self._try_layouts(folder)
+        elif self.trials[-1].needs_too_much and self._asked.ep_sizes:
+            for size in self._asked.ep_sizes:
+                changes = [*([(("fsmoe", "enabled"), True)] if is_stock else []), (("fsmoe", "ep_size"), size)]
+                self.trials.append(LayoutTrial(words_of_changes(changes), changes))
+                self._try(self.trials[-1])
+        else:
+            words = "no other layout was tried, as a run recorded nothing from which it could be predicted"
+            advice = "; name sizes by --ep-sizes to try them all the same" if self.trials[-1].needs_too_much else ""
+            print_coloured(f"tune: {words}{advice}; log: {folder / LOG}", RED)
         for number in range(1, self._args.rounds):
             close = contenders(self.trials)
             if len(close) < 2:
@@ -250,6 +268,16 @@ class Tuning:
             for each in reversed(close):
                 self._try(each)
         return any(each.is_ok for each in self.trials)
+
+    def _try_first(self, trial: LayoutTrial) -> Path:
+        """Run a layout, and limit the time of the others by what it took."""
+        began_s = time.monotonic()
+        folder = self._try(trial)
+        if self._args.limit_s is None and trial.is_ok:
+            # A run of stock has fewer steps, as nothing is measured and tried in it.
+            is_tuned = not read_run(folder).is_stock
+            self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - began_s)) if is_tuned else _FIRST_S
+        return folder
 
     def _try_layouts(self, folder: Path) -> None:
         """Try layouts, from the measurements of an earlier run."""
@@ -260,6 +288,9 @@ class Tuning:
         if not known_ms:
             print("tune: nothing was measured to predict layouts from: the nearest are tried first", flush=True)
         self.trials[-1].name += f" (ep_size {job.layout.ep_size})"
+        if self.trials[-1].changes and not job.own_ep_size:
+            # It was chosen for this run, and another start might choose another one.
+            self.trials[-1].changes = [*self.trials[-1].changes, (("fsmoe", "ep_size"), job.layout.ep_size)]
         least_ms, num_tried = min(known_ms.values(), default=0.0), 0
         for layout in in_order(layouts, job, known_ms):
             changes = changes_of(layout, job, self._subject.config)
@@ -312,11 +343,11 @@ class Tuning:
         if not status:
             return OK
         if status == OUT_OF_TIME:
-            return f"ended after {self._limit_s:.0f} s"
+            return f"{_ENDED_AFTER} {self._limit_s:.0f} s"
         error = first_error(folder / LOG, Path(REPORTS), began_s)
         last = "" if error is None else error.lines[-1]
         if _NO_MEMORY.search(last) or _KILLED.search((folder / LOG).read_text(errors="replace")):
-            return "out of memory"
+            return _OUT_OF_MEMORY
         return f"failed: {last[:_WIDEST_ERROR] or f'exit status {status}'}"
 
     def _read(self, run: Run, trial: LayoutTrial) -> None:
@@ -379,9 +410,10 @@ def conclude(trials: Sequence[LayoutTrial], subject: TrainingCommand, output: Pa
         for each in path:
             before = before.get(each) if isinstance(before, Mapping) else None
         print(f"  {'.'.join(path)}: {'left out' if before is None else json.dumps(before)} -> {json.dumps(value)}")
-    for before, after in zip((*subject.before, *subject.after), (*tuned.before, *tuned.after), strict=True):
+    arguments = (*subject.before, *subject.after), (*tuned.before, *tuned.after)
+    for before, after in itertools.zip_longest(*arguments):
         if before != after:
-            print(f"  argument of the command: {before} -> {after}")
+            print(f"  argument of the command: {'left out' if before is None else before} -> {after}")
     if output is None:
         print(f"give it instead: {OPTION} '{json.dumps(tuned.config['fsmoe'])}'")
         return
