@@ -157,8 +157,10 @@ class Results:
         return Figure(f"{one.text} ({ends.text})", file, one.rows, one.what)
 
     def over(self, file: str, case: str, variant: str, other: str, form: str = ".2f") -> Figure:
-        """How many times as fast as another variant that is not the baseline: a quotient, so without an interval."""
-        rows = tuple(self.find(file, case=case, variant=each, over="") for each in (variant, other))
+        """How many times as fast as another variant that is not the baseline, in the newest run with that: a quotient, so
+        without an interval."""
+        of_other = self.find(file, case=case, variant=other, over="")
+        rows = self.find(file, case=case, variant=variant, over="", date=of_other["date"]), of_other
         quotient = float(rows[0]["ratio"]) / float(rows[1]["ratio"])
         return Figure(format(quotient, form), file, rows, f"{case}: {variant} over {other}")
 
