@@ -134,7 +134,7 @@ def test_a_run_has_the_record_the_measurements_and_the_end_that_its_steps_need(c
             "stop_after": 106,
             "stop_after_settled": 9,
         }
-        assert each["fsmoe"]["autotune"] == {"enabled": True, "cache_dir": str(out / "measured")}
+        assert each["fsmoe"]["autotune"] == {"enabled": True, "trials": 1, "cache_dir": str(out / "measured")}
 
 
 def test_layouts_that_are_about_as_fast_run_again_and_no_others(

@@ -209,6 +209,9 @@ def _autotune(written: object, run: PlannedRun) -> object:
         return written
     if run.is_tuned:
         options["enabled"] = True
+    if run.settled_steps:
+        # Layouts differ by more than what further turns of the same plans would tell.
+        options.setdefault("trials", 1)
     options.setdefault("cache_dir", str(run.cache))
     return options
 
