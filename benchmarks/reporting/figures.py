@@ -157,8 +157,8 @@ class Results:
         return Figure(f"{one.text} ({ends.text})", file, one.rows, one.what)
 
     def over(self, file: str, case: str, variant: str, other: str, form: str = ".2f") -> Figure:
-        """How many times as fast as another variant that is not the baseline, in the newest run with that: a quotient, so
-        without an interval."""
+        """How many times as fast as another variant that is not the baseline, in the newest run with that one: a
+        quotient, so without an interval."""
         of_other = self.find(file, case=case, variant=other, over="")
         rows = self.find(file, case=case, variant=variant, over="", date=of_other["date"]), of_other
         quotient = float(rows[0]["ratio"]) / float(rows[1]["ratio"])

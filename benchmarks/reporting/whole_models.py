@@ -81,7 +81,9 @@ def _page(of: Results, page: str) -> Iterator[Claim]:
     yield Claim(page, "{} (Mixtral), {} (OLMoE) and {} times (Qwen3) as fast as AutoEP over the same four ranks", over)
     of_sizes = ("ours, ep_size 1", "ours", _OVER_ALL)
     cells = tuple(of.ratio("whole", _WHOLE[name], each) for each in of_sizes for name in ("mixtral", "olmoe", "qwen3"))
-    said = "{}, {} and {} times as fast as stock, with 2 {}, {} and {}, with 4 {}, {} and {}, and the choice is 4 in each"
+    said = (
+        "{}, {} and {} times as fast as stock, with 2 {}, {} and {}, with 4 {}, {} and {}, and the choice is 4 in each"
+    )
     yield Claim(page, said, cells)
     yield Claim(page, '`"dispatch": "unpadded"` GPT gains {}', (of.ratio_in("whole", _GPT, _IN_ROWS),))
     yield from _tuning(of, page)
