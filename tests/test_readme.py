@@ -81,7 +81,7 @@ def test_the_front_page_has_what_decides_first() -> None:
     """What it is, what it gains with which ZeRO stage, what that is on another cluster, and only then how to get it."""
     order = (
         "does nothing by itself",
-        '| times as fast as the fastest stock DeepSpeed | ZeRO | `"enabled": true` | and `"ep_size": 4` |',
+        '| times as fast as the fastest stock DeepSpeed | ZeRO | `"enabled": true` | and `"sequence_length"` |',
         "## How much on my cluster?",
         "bound: their sum over the largest of the three**",
         "## Install and turn on",

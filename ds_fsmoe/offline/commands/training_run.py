@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -91,10 +92,13 @@ def run_training(
 
 
 def _free_port() -> int:
-    """Return a free port, so that a training can run next to other jobs."""
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        return taken.getsockname()[1]
+    """Return a free port, so that a training can run next to other jobs. It is below those that the kernel gives to
+    connections: a training takes it up to a minute later."""
+    while True:
+        port = random.SystemRandom().randint(15_000, 32_000)
+        with socket.socket() as taken, suppress(OSError):
+            taken.bind(("", port))
+            return port
 
 
 def _hide_secrets(config: Mapping[str, Any], command: Sequence[str], file: Path, log: Path) -> None:
