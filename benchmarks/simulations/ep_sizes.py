@@ -35,6 +35,8 @@ _SYSTEMS: Mapping[str, tuple[int, str, str | None]] = {
     STOCK: (1, "deepspeed", None),
     "ours": (2, BEST, None),
     "ours, over all ranks": (4, BEST, None),
+    "ours, chosen": (4, BEST, None),
+    "ours, ep_size 1": (1, BEST, None),
     "AutoEP over 2": (2, "deepspeed", "flat"),
     "AutoEP over 4": (4, "deepspeed", "flat"),
     "ep_size": (4, "deepspeed", "flat"),
@@ -53,6 +55,8 @@ class Measured:
     """A variant of a model as it was measured, with its prediction."""
 
     source: str
+    date: str
+    """The time of the run."""
     case: str
     variant: str
     zero: int
@@ -104,16 +108,16 @@ def shape_of(settings: Mapping) -> Shape:
     )
 
 
-def job_of(case: str) -> ExpertJob:
-    """Return a whole model as a job of the bed, with the settings of DeepSpeed that stock is fastest with."""
-    settings, cluster = _settings(case), bed_of(case)
+def job_of(case: str, day: str = "") -> ExpertJob:
+    """Return a whole model as a job of the bed on a day, with the settings of DeepSpeed that stock is fastest with."""
+    settings, cluster = _settings(case), bed_of(case, day)
     shape, layers = shape_of(settings), settings["layers"]
     dense = layers * (shape.attention_weights + shape.M * shape.E) + 2 * settings["vocabulary"] * shape.M
     swept = [row for row in rows("whole_sweep.csv") if row["case"] == case and row["variant"] == STOCK]
     fastest = min(swept, key=lambda row: float(row["ms"]))
     # At ZeRO 3 what is not told apart has the waits for parameters in it.
     alike = [each for each in _cases() if {**_settings(each), "stages": 0} == {**settings, "stages": 0}]
-    rest_ms = sum(min(_operation_ms(each, name) for each in alike) for name in _FIXED)
+    rest_ms = sum(min(_operation_ms(each, name, day) for each in alike) for name in _FIXED)
     return ExpertJob(
         (shape,) * layers,
         cluster.num_nodes * cluster.gpus_per_node,
@@ -126,8 +130,8 @@ def job_of(case: str) -> ExpertJob:
     )
 
 
-def bed_of(case: str) -> Cluster:
-    """Return the bed on which a model was measured. A link carries what all ranks of a node send over it."""
+def bed_of(case: str, day: str = "") -> Cluster:
+    """Return the bed on which a model was measured on a day. A link carries what all ranks of a node send over it."""
     hardware = next(row["hardware"] for row in rows("whole.csv") if row["case"] == case)
     nodes, per_node, *rates = map(
         int, re.findall(r"(\d+) nodes x (\d+) ranks, (\d+)mbit between, (\d+)mbit inside", hardware)[0]
@@ -139,7 +143,7 @@ def bed_of(case: str) -> Cluster:
         for link, mbit in zip(LINKS, rates, strict=True)
         for name in COLLECTIVES
     }
-    operations["gemm"] = Operation(_products())
+    operations["gemm"] = Operation(_products(day))
     # What they take is in what no size changes.
     free = dict.fromkeys(("attention", "softmax", "routing", "order"), Operation(LinearCost(0.0, 0.0)))
     return Cluster("bed", nodes, per_node, operations | free)
@@ -155,15 +159,17 @@ def measured_rows() -> list[Measured]:
             if row["variant"] not in _SYSTEMS or row["over"] or json.loads(row["settings"])["family"] == "gpt":
                 continue
             case, variant = row["case"], row["variant"]
-            job, (ep, *_) = job_of(case), _SYSTEMS[variant]
-            found.append(Measured(source, case, variant, job.zero, ep, float(row["p50"]), predicted_ms(case, variant)))
+            day = row["date"][: len("2026-11-30")]
+            job, (ep, *_), of_run = job_of(case, day), _SYSTEMS[variant], (source, row["date"])
+            times_ms = float(row["p50"]), predicted_ms(case, variant, day)
+            found.append(Measured(*of_run, case, variant, job.zero, ep, *times_ms))
     return found
 
 
 @cache
-def predicted_ms(case: str, variant: str) -> float:
-    """Return the ms of a step of a variant."""
-    job, cluster = job_of(case), bed_of(case)
+def predicted_ms(case: str, variant: str, day: str) -> float:
+    """Return the ms of a step of a variant on a day."""
+    job, cluster = job_of(case, day), bed_of(case, day)
     ep, schedule, alltoall = _SYSTEMS[variant]
     groups = next(each for each in job.layouts() if each.ep == ep)
     ways = alltoalls_of(job, groups)
@@ -172,12 +178,12 @@ def predicted_ms(case: str, variant: str) -> float:
 
 def gains(found: Sequence[Measured]) -> Iterator[Gain]:
     """Yield what each variant gains over stock of its run, and ours over all ranks over ours inside nodes."""
-    at = {(each.source, each.case, each.variant): each for each in found}
-    for (source, case, variant), each in at.items():
+    at = {(each.source, each.date, each.case, each.variant): each for each in found}
+    for (*of_case, variant), each in at.items():
         if variant != STOCK:
-            yield Gain(each, at[source, case, STOCK])
-        if variant == _OURS[1]:
-            yield Gain(each, at[source, case, _OURS[0]])
+            yield Gain(each, at[*of_case, STOCK])
+        if variant == _OURS[1] and (*of_case, _OURS[0]) in at:
+            yield Gain(each, at[*of_case, _OURS[0]])
 
 
 def stages_of_stock() -> list[tuple[str, int, float, float]]:
@@ -212,8 +218,12 @@ def _settings(case: str) -> dict:
     return json.loads(next(row["settings"] for row in rows("whole.csv") if row["case"] == case))
 
 
-def _operation_ms(case: str, name: str) -> float:
-    return median(float(r["ms"]) for r in rows("whole_operations.csv") if (r["case"], r["operation"]) == (case, name))
+def _operation_ms(case: str, name: str, day: str) -> float:
+    """Return what an operation takes in stock's step, on a day if it was measured then: the machine is not the same
+    every day."""
+    found = [row for row in rows("whole_operations.csv") if (row["case"], row["operation"]) == (case, name)]
+    of_day = [row for row in found if row["date"].startswith(day)]
+    return median(float(row["ms"]) for row in of_day or found)
 
 
 @cache
@@ -227,8 +237,8 @@ def _start_ms() -> float:
 
 
 @cache
-def _products() -> LinearCost:
-    """Return what products of experts take, by the number of products and of operations in stock's steps."""
+def _products(day: str) -> LinearCost:
+    """Return what products of experts take, by the number of products and of operations in stock's steps of a day."""
     counted, times_ms = [], []
     for case in _cases():
         settings = _settings(case)
@@ -238,7 +248,7 @@ def _products() -> LinearCost:
         # The backward has two products for each of the forward.
         times = 3 * settings["layers"] * settings["micro_batches"] * GEMMS[shape.ffn]
         counted.append((times * shape.E, times * 2 * shape.K * shape.B * shape.L * shape.M * shape.H))
-        times_ms.append(_operation_ms(case, "experts"))
+        times_ms.append(_operation_ms(case, "experts", day))
     scale = np.max(counted, axis=0)
     alpha, beta = nnls(np.array(counted) / scale, np.array(times_ms))[0] / scale
     return LinearCost(float(alpha), float(beta))
