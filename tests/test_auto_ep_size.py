@@ -5,6 +5,7 @@ ranks; where something is not known, it is the largest size inside a node.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -359,11 +360,16 @@ def test_the_next_start_has_no_size_for_which_the_memory_that_the_job_took_leave
     memory = SimpleNamespace(total_memory=2 * states[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
     best = {}
-    for left in ("room", "none"):
-        # Activations come on top of the states, with any size.
+    for left, optimizer_bytes in itertools.product(("room", "none"), (0.0, None)):
+        # Activations come on top of the states, with any size. With None the host has the optimizer's.
         used_bytes = memory.total_memory - (states[1] - states[2]) * {"room": 1.1, "none": 0.9}[left]
-        best[left] = choose_ep_size(predictor.planned(links(SLOW, FAST), 2, used_bytes), 2).best.ep
-    assert best == {"room": 1, "none": 2}
+        found = replace(predictor, optimizer_bytes=optimizer_bytes).planned(links(SLOW, FAST), 2, used_bytes)
+        best[left, optimizer_bytes] = choose_ep_size(found, 2).best.ep
+    assert best == {("room", 0.0): 1, ("room", None): 1, ("none", 0.0): 2, ("none", None): 2}
+    # A job that holds less than its states, as the host has them, fits all the same.
+    memory.total_memory = states[2] / 2
+    least = replace(predictor, optimizer_bytes=None).planned(links(SLOW, FAST), 2, memory.total_memory / 2)
+    assert 2 in [each.ep for each in least if each.fits]
 
 
 def test_a_run_that_the_config_ends_learns_nothing_for_the_next_one() -> None:

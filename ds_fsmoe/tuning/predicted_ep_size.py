@@ -112,12 +112,12 @@ class EpSizePredictor:
         def states_of(groups: Groups) -> float:
             return states_bytes(self.job, groups, self.optimizer_bytes or 0.0)
 
-        others = next((used_bytes - states_of(each) for each in self.job.layouts() if each.ep == usual), 0.0)
-        # A job whose host has states can need less than they would take.
-        beside_states = max(0.0, others) if used_bytes else 0.0
+        # Of what it has needed, other sizes change the states alone. The host may have some of these.
+        of_usual = (used_bytes - states_of(each) for each in self.job.layouts() if used_bytes and each.ep == usual)
+        others = next(of_usual, 0.0)
 
         def memory_of(groups: Groups) -> float:
-            return states_of(groups) + beside_states
+            return states_of(groups) + others
 
         return likely_ep_sizes(self.job, cluster, self.block.schedule, memory_of, most_bytes, usual)
 
