@@ -208,7 +208,7 @@ STATEMENTS: dict[str, int] = {
     "layer": 3201,
     "measuring": 1302,
     "observing": 1277,
-    "offline": 6475,
+    "offline": 6476,
     "ops": 736,
     "placement": 676,
     "planning": 5228,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,19 @@ def test_what_a_launcher_has_started_has_time_to_end_its_ranks(tmp_path: Path) -
     assert run_training("tune", subject, PlannedRun(OURS, tmp_path / "run", 9, False, tmp_path), 5.0) == OUT_OF_TIME
     assert (tmp_path / "begun").exists()
     assert (tmp_path / "done").exists()
+
+
+def test_a_job_that_nohup_has_started_goes_on_when_its_terminal_is_gone(tmp_path: Path) -> None:
+    script = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
+    subject = TrainingCommand({}, [sys.executable, "-c", script], "", [])
+    planned = PlannedRun(OURS, tmp_path / "run", 9, False, tmp_path)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert run_training("tune", subject, planned, 60.0) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
+        run_training("tune", subject, planned, 60.0)
 
 
 def test_stages_and_micro_batches_are_tried_where_they_are_allowed(config: Path) -> None:

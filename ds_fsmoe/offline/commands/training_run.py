@@ -124,8 +124,9 @@ def _train(
             job = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=variables)
         except OSError as error:
             raise ValueError(f"{command[0]}: cannot be started: {error}") from error
-        # Told to end, or left by its terminal, this process ends the job as at Ctrl-C.
-        ends = signal.SIGTERM, signal.SIGHUP
+        # Told to end, or left by its terminal unless nohup has started it, this process ends the job as at Ctrl-C.
+        both = signal.SIGTERM, signal.SIGHUP
+        ends = [each for each in both if signal.getsignal(each) is not signal.SIG_IGN]
         before = [signal.signal(each, lambda number, _: sys.exit(128 + number)) for each in ends]
         try:
             with Progress(f"{of}: training", steps) as progress:
