@@ -203,10 +203,9 @@ def engine_model(
     layers = {label: SimpleNamespace(fsmoe=Applied()) for label in labels}
     gradients = [(each.kind, LAYERS * each.size_bytes) for each in layer.gradients]
     tensors_bytes = {each.kind: LAYERS * each.tensors_bytes for each in layer.gradients}
-    gradients_ms = sum(costs[kind].ms(size) for kind, size in gradients)
     forward_ms, backward_ms = rest_ms(layer, costs)
     running: Any = SimpleNamespace(one_link=None, links=planned_links(block))
-    dense_ms = DenseTimes(LAYERS * forward_ms, LAYERS * backward_ms + gradients_ms, wait_ms)
+    dense_ms = DenseTimes(LAYERS * forward_ms, LAYERS * backward_ms, wait_ms)
     of_model = measured, gradients, tensors_bytes, dense_ms
     made = TunedModel(block, running, layers, *of_model, **how)  # type: ignore[arg-type]
     return made, {label: each.fsmoe for label, each in layers.items()}

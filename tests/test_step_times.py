@@ -75,10 +75,13 @@ class Model:
         self.clock.end_forward()
         return loss
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, sums_s: float = 0.0) -> None:
         self.clock.begin_backward()
         loss.backward()
         self.host.sleep(2 * DENSE_S)
+        if sums_s:
+            self.clock.begin_sums()
+            self.host.sleep(sums_s)
         self.clock.end_backward()
 
 
@@ -203,6 +206,17 @@ def test_a_forward_that_fails_after_a_step_tells_no_wait(model: Model) -> None:
     clock.step_is_over()
     clock.begin_forward()
     assert clock.dense_ms().wait_ms == 0.0
+
+
+def test_sums_of_gradients_that_end_a_backward_are_of_the_step_but_not_dense(model: Model) -> None:
+    for _ in range(2):
+        model.backward(model.forward(), sums_s=5.0)
+    step = model.clock.read()
+    assert step.sums_ms == pytest.approx(5e3)
+    assert step.dense_backward_ms == pytest.approx(5e3 + 2 * DENSE_S * 1e3)
+    assert model.clock.dense_ms().backward_ms == pytest.approx(2 * DENSE_S * 1e3)
+    model.clock.begin_sums()  # in no backward that is timed
+    assert model.clock.read().sums_ms == step.sums_ms
 
 
 def test_after_a_start_nothing_is_timed_unasked(model: Model) -> None:

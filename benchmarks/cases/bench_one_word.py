@@ -17,7 +17,7 @@ which it has no preset, is described to it by hand.
 
 Rows go to ``benchmarks/results/whole.csv``, what stock's step spends its time on to ``whole_operations.csv``,
 what each variant's tensors take, in one step that is not timed, to ``whole_memory.csv``, and what tuning took, with
-after how many steps it has paid, to ``whole_tuning.csv``.
+after how many steps it has paid, to ``whole_tuning.csv``; the size that was chosen to ``whole_chosen.csv``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ from benchmarks.models.layers import ranks_per_node
 from benchmarks.models.step_costs import StepMemory, storages_now, write_memory, write_tuning
 from benchmarks.models.sweeps import CUT, OFF, OURS, STOCK, Swept, counted, found, sweep, with_chunks
 from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole, tiny
+from ds_fsmoe.engine.auto_ep_size import choice_of
 
 NEWEST_FOR_AUTOEP = Version("5.22.2")
 NO_MORE_MEMORY = "stock, no more memory"
+CHOSEN = "ours, chosen"
 AUTOEP: dict[str, dict[str, Any]] = {
     "qwen3": {"preset_model": "qwen3_moe"},
     "mixtral": {"preset_model": "mixtral"},
@@ -98,7 +100,7 @@ def ways(model: Whole, swept: Swept) -> dict[str, Way]:
         blocks["ours, over all ranks"] = {"enabled": True, "ep_size": dist.get_world_size()}
         smaller = [size for size in range(1, dist.get_world_size()) if dist.get_world_size() % size == 0]
         blocks |= {f"ours, ep_size {size}": {"enabled": True, "ep_size": size} for size in smaller}
-        blocks["ours, chosen"] = {"enabled": True, "sequence_length": model.L}
+        blocks[CHOSEN] = {"enabled": True, "sequence_length": model.L}
     blocks["deepspeed"] = {"enabled": True, "schedule": "deepspeed"}
     blocks |= {preset: with_chunks(preset, swept.num_chunks[preset])["fsmoe"] for preset in CUT}
     blocks["fsmoe"] = {"enabled": True, "schedule": "fsmoe", "autotune": True}
@@ -131,6 +133,14 @@ def write_operations(case: Case, setting: Setting, file: Path) -> None:
     print(f"stock's step of {case.name}: " + ", ".join(f"{row['operation']} {float(row['share']):.0%}" for row in rows))
 
 
+def write_chosen(case: Case, engine: Any, file: Path) -> None:
+    """Append the size that was chosen for an engine, with what the table at its start says of it."""
+    layers = list(engine.fsmoe.layers.values())
+    facts = {"ep_size": str(layers[0].ep_size), "said": choice_of(layers).reason}
+    row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name} | facts
+    append_rows(file, tuple(row), [row])
+
+
 def main() -> None:
     """Measure the models that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -140,7 +150,7 @@ def main() -> None:
     parser.add_argument(
         "--length", type=int, help="of samples, in place of each model's own; settings stay those of it"
     )
-    parser.add_argument("--variants", nargs="*", help="besides stock (all)")
+    parser.add_argument("--variants", nargs="*", help="besides stock (all, and stock with no more memory)")
     parser.add_argument("--sweep", action="store_true", help="look for the fastest settings first")
     parser.add_argument("--tiny", action="store_true", help="to see that all runs")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -155,13 +165,14 @@ def main() -> None:
             sweep(case, args.results)
         swept = found(case, args.results)
         if args.length:
-            case = Case(f"{case.name}, L {args.length}", replace(case.settings, L=args.length))
+            where = ", one node" if ranks_per_node() == dist.get_world_size() else ""
+            case = Case(f"{case.name}, L {args.length}{where}", replace(case.settings, L=args.length))
         named: dict[str, Training] = {}
         memories: dict[str, StepMemory] = {}
         wanted = {
             name: way
             for name, way in ways(case.settings, swept).items()
-            if name.startswith(STOCK) or args.variants is None or name in args.variants
+            if name == STOCK or args.variants is None or name in args.variants
         }
         variants = [Variant(name, _made(way, name, named, memories)) for name, way in wanted.items()]
         is_judged = args.blocks >= MIN_BLOCKS_TO_JUDGE
@@ -174,6 +185,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             engines = {name: training.engine for name, training in named.items()}
             write_tuning(case, engines, result, args.results / "whole_tuning.csv")
+            if CHOSEN in engines:
+                write_chosen(case, engines[CHOSEN], args.results / "whole_chosen.csv")
     dist.destroy_process_group()
 
 

@@ -30,7 +30,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 STOCK = "stock"
-_OURS = "ours", "ours, over all ranks"
+_OVER_ALL, _OTHERS = "ours, over all ranks", ("ours", "ours, ep_size 1")
 _SYSTEMS: Mapping[str, tuple[int, str, str | None]] = {
     STOCK: (1, "deepspeed", None),
     "ours": (2, BEST, None),
@@ -171,19 +171,21 @@ def predicted_ms(case: str, variant: str, day: str) -> float:
     """Return the ms of a step of a variant on a day."""
     job, cluster = job_of(case, day), bed_of(case, day)
     ep, schedule, alltoall = _SYSTEMS[variant]
+    job = replace(job, sums_in_pieces=schedule == BEST)
     groups = next(each for each in job.layouts() if each.ep == ep)
     ways = alltoalls_of(job, groups)
     return min(step_ms(job, cluster, groups, way, schedule) for way in ways if alltoall in (None, way))
 
 
 def gains(found: Sequence[Measured]) -> Iterator[Gain]:
-    """Yield what each variant gains over stock of its run, and ours over all ranks over ours inside nodes."""
+    """Yield what each variant gains over stock of its run, and ours over all ranks over ours inside nodes and over none.
+    """
     at = {(each.source, each.date, each.case, each.variant): each for each in found}
     for (*of_case, variant), each in at.items():
         if variant != STOCK:
             yield Gain(each, at[*of_case, STOCK])
-        if variant == _OURS[1] and (*of_case, _OURS[0]) in at:
-            yield Gain(each, at[*of_case, _OURS[0]])
+        if variant == _OVER_ALL:
+            yield from (Gain(each, at[*of_case, other]) for other in _OTHERS if (*of_case, other) in at)
 
 
 def stages_of_stock() -> list[tuple[str, int, float, float]]:

@@ -24,6 +24,7 @@ from ds_fsmoe.engine.shard_experts import CHOSEN, expert_sizes_of, note_ep_size,
 from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size
+from ds_fsmoe.planning.decide.plan import mode_of
 from ds_fsmoe.planning.workload import CHOICES, Shape
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
 from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps
@@ -146,7 +147,7 @@ class AutoEpSize:
                     dtype_bytes=sizes.dtype.itemsize,
                 )
             )
-        zero = self.ds_config.get("zero_optimization") or {}
+        zero, asked = self.ds_config.get("zero_optimization") or {}, self.block.gradient_partition
         numel = sum(numel_of(each) for each in self.model.parameters())
         job = ExpertJob(
             tuple(shapes),
@@ -156,6 +157,7 @@ class AutoEpSize:
             zero=zero.get("stage", 0),
             micro_batches=micro_batches,
             overlap_comm=zero.get("overlap_comm") is not False,
+            sums_in_pieces=mode_of(self.block.schedule, asked.mode) != "off" and asked.levels != 1,
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype
         optimizer_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes)

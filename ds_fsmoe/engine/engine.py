@@ -132,9 +132,10 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         if mode != "off" and reason is not None:
             state.gradients, state.has_late_gradients = f"not overlapped ({reason})", True
         if mode != "off" and reason is None:
-            state.reduction = Reduction(
-                self, [*state.layers.values()], mode, state.block, groups, state.running.one_link is None
-            )
+            clock, may_overlap = state.running.step_clock, state.running.one_link is None
+            begin_sums = None if clock is None else clock.begin_sums
+            of_engine = self, [*state.layers.values()], mode, state.block, groups
+            state.reduction = Reduction(*of_engine, may_overlap, begin_sums)
             state.gradients = mode
         elif state.running.one_link is not None and self.zero_overlap_comm():
             log_on_rank_0(

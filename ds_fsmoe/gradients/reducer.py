@@ -88,6 +88,7 @@ class GradientReducer:
         all_used: whether every parameter is known to get its gradient once in each round, early enough. Nothing is then
             sent again, ranks exchange no marks, and ``extra`` is empty.
         waiting: bounds the gradients that wait; ``None``: the plan alone decides what is sent when.
+        begin_sums: called where the end of a backward begins; ``None``: nothing is.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class GradientReducer:
         observed_rounds: int = 1,
         all_used: bool = False,
         waiting: WaitingGradients | None = None,
+        begin_sums: Callable[[], None] | None = None,
     ) -> None:
         self.flats = tuple(flats)
+        self._begin_sums = begin_sums
         self._make_plan = make_plan
         self._waiting = waiting
         self._gradient_of = gradient_of
@@ -260,6 +263,8 @@ class GradientReducer:
         Raises:
             RuntimeError: a gradient came too late although none was expected to; all messages have been sent.
         """
+        if self._begin_sums is not None:
+            self._begin_sums()
         self.begin_if_over()
         self._wait()
         last = self.flats[-1]

@@ -10,7 +10,7 @@ tries windows with it. ``reducer`` runs the rounds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -102,7 +102,8 @@ class Reduction:
         mode: the mode that decides when bytes are sent.
         block: the other options.
         groups: the groups of the MoE layers, by DeepSpeed's name of their experts' group.
-        beside: whether slices may be sent concurrently with other collectives between the layers.
+        background: whether slices may be sent concurrently with other collectives between the layers.
+        begin_sums: called where the sums that end a backward begin; ``None``: nothing is.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Reduction:
         block: FSMoEBlock,
         groups: dict[str, FSMoEGroups],
         background: bool = True,
+        begin_sums: Callable[[], None] | None = None,
     ) -> None:
         self.mode = mode
         self._asked = block.gradient_partition
@@ -134,6 +136,7 @@ class Reduction:
             observed_rounds=OBSERVED_ROUNDS if block.autotune.enabled else 1,
             all_used=block.gradient_partition.all_used,
             waiting=None if most is None else WaitingGradients(engine, most, layers),
+            begin_sums=begin_sums,
         )
         self.predicted_windows: tuple[WindowBytes, ...] | None = None
         """The bytes that are sent in each window, as the plan of layers has it; ``None``: by rule."""

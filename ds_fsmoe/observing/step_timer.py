@@ -56,6 +56,8 @@ class MeasuredStep:
     """Whether runs of two sub-batches alternated: then the time outside of them is not that of dense layers."""
     batch_ms: float | None = None
     """The time of a whole batch that goes through stages, from its beginning to its end; ``None``: there are none."""
+    sums_ms: float = 0.0
+    """The time of the backwards' ends, from where the gradients that are left are summed over ranks."""
 
     @property
     def step_ms(self) -> float:
@@ -105,6 +107,8 @@ class _Stretch:
     in_backward: bool
     start: Any
     end: Any = None
+    sums: Any = None
+    """The beginning of the sums of gradients at its end."""
 
 
 class StepClock:
@@ -189,6 +193,11 @@ class StepClock:
         if self._is_on:
             self._begin(in_backward=True)
 
+    def begin_sums(self) -> None:
+        """Mark where the sums of gradients begin that end a backward."""
+        if self.is_listening and self._stretches[-1].in_backward:
+            self._stretches[-1].sums = self._stamp()
+
     def _begin(self, in_backward: bool) -> None:
         # One that is still open has ended in an error.
         self._is_whole = self._is_whole and not self.is_listening
@@ -248,9 +257,10 @@ class StepClock:
         except ValueError:  # one that did not get to its end
             return None
         forward, backward = parts_ms[False], parts_ms[True]
-        batch, sums = self._batch, (sum(forward), sum(backward))
+        batch, times = self._batch, (sum(forward), sum(backward))
         batch_ms = None if batch is None or batch.end is None else self._elapsed_ms(batch.start, batch.end)
-        step = MeasuredStep(len(forward), len(backward), *sums, runs, self._is_interleaved, batch_ms)
+        sums_ms = sum(self._elapsed_ms(each.sums, each.end) for each in self._stretches if each.sums is not None)
+        step = MeasuredStep(len(forward), len(backward), *times, runs, self._is_interleaved, batch_ms, sums_ms)
         if step.has_both:
             self._last = step
         return step
@@ -263,7 +273,8 @@ class StepClock:
         return max(0.0, self._elapsed_ms(first.start, first.end) - self._elapsed_ms(other.start, other.end))
 
     def dense_ms(self, group: dist.ProcessGroup | None = None) -> DenseTimes | None:
-        """Return the dense part of one forward and one backward, and the wait of a step's first forward. Collective.
+        """Return the dense part of one forward and one backward, without the sums of gradients at its end, and the wait
+        of a step's first forward. Collective.
 
         Each is the largest over ranks, of the present record or else of the last reading.
 
@@ -280,7 +291,8 @@ class StepClock:
         if step is None or not step.has_both:
             step = self._last
         if step is not None:
-            dense = step.dense_forward_ms / step.num_forwards, step.dense_backward_ms / step.num_backwards
+            backward_ms = max(0.0, step.dense_backward_ms - step.sums_ms)
+            dense = step.dense_forward_ms / step.num_forwards, backward_ms / step.num_backwards
             # A whole step's forwards have it among them.
             numbers = [0.0, *dense, self._wait_ms() if step.num_forwards == 1 else 0.0]
         lacks, *times_ms = most_of(numbers, self.device, group)

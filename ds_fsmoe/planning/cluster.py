@@ -107,7 +107,9 @@ _INSIDE = {"all_reduce": ("reduce_scatter", "all_gather")}
 """A collective -> those inside each node, where it goes in two levels; others are themselves inside it."""
 
 
-def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None) -> LinearCost:
+def cost_among(
+    cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None, *, in_pieces: bool = False
+) -> LinearCost:
     """Return the cost of a collective among the ranks of a group, given by its name in :class:`Groups`.
 
     Args:
@@ -115,6 +117,7 @@ def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, pee
         group, at: the group, and its placement.
         collective: the operation.
         peers: the number of messages that a rank starts; ``None``: one for each node.
+        in_pieces: whether two levels go in pieces, of which one is between nodes while another is inside them.
 
     Raises:
         ValueError: the cluster has no number for the collective.
@@ -132,7 +135,8 @@ def cost_among(cluster: Cluster, group: str, at: Placement, collective: str, pee
     inside = [f"intra.{name}" for name in _INSIDE.get(collective, (collective,))]
     if at.per_node > 1 and cluster.operations.keys() >= {*inside}:
         parts = [cluster.operations[name].among(at.per_node) for name in inside]
-        slope_ms = levels.beta_ms / at.per_node + sum(each.beta_ms for each in parts)
+        slopes_ms = levels.beta_ms / at.per_node, sum(each.beta_ms for each in parts)
+        slope_ms = max(slopes_ms) if in_pieces else sum(slopes_ms)
         ways.append(LinearCost(levels.alpha_ms + sum(each.alpha_ms for each in parts), slope_ms))
     return min(ways, key=lambda each: each.beta_ms)
 

@@ -47,10 +47,6 @@ def windows_of(plan: ModelPlan) -> list[WindowBytes]:
     return [WindowBytes(bytes_of(each.moe_slices), bytes_of(each.dense_slices)) for each in plan.backward]
 
 
-FORWARDS_WATCHED = 2
-"""The number of the forward whose backward shows the time of the rest of the model, see ``StepClock``."""
-
-
 class TunedModel:
     """Holds the layers of one engine as they were measured: plans are searched for them and applied to them.
 
@@ -61,11 +57,11 @@ class TunedModel:
         measured: the measurements of the layers.
         gradients: the kind and bytes of every buffer that we reduce.
         tensors_bytes: kind of gradient -> the bytes of its tensors.
-        dense_ms: the time of the rest of the model, forward and backward: gradients included, which were not hidden
-            when it was measured; ``None``: not observed.
+        dense_ms: the time of the rest of the model, forward and backward, without sums of gradients; ``None``: not
+            observed.
         can_split: whether batches may be split into two sub-batches.
         num_micro_batches: of a step, the last of which sends the gradients.
-        in_stages: whether these are the layers of a pipeline's stage, whose backwards were observed without gradients.
+        in_stages: whether these are the layers of a pipeline's stage.
         sums_each: whether each micro-batch sends gradients, and not the last one alone.
     """
 
@@ -98,10 +94,7 @@ class TunedModel:
         for kind, size in gradients:
             if kind in of_gradients:
                 totals[kind] = totals.get(kind, 0) + size
-        # What was seen is the second backward, with the gradients only where a step ends there.
-        has_none = in_stages or (num_micro_batches > FORWARDS_WATCHED and not sums_each)
-        in_backward_ms = 0.0 if has_none else self._gradients_ms
-        self._rest_ms = (0.0, 0.0) if dense_ms is None else (dense_ms[0], max(0.0, dense_ms[1] - in_backward_ms))
+        self._rest_ms = (0.0, 0.0) if dense_ms is None else dense_ms[:2]
         self._dense_ms = None if dense_ms is None else sum(self._rest_ms)
         self.job = replace(self.job, rest_ms=self._rest_ms, gradients_bytes=totals)
         asked = block.pipeline_degree
