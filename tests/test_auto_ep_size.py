@@ -27,6 +27,7 @@ from ds_fsmoe.engine import auto_ep_size
 from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of, forget_ep_size, watched_lengths
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
 from ds_fsmoe.files import learned_batches
+from ds_fsmoe.measuring import cluster_profile
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, cluster_fingerprint, write_measurements
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from ds_fsmoe.measuring.stopwatch import Times as Timed
@@ -34,6 +35,9 @@ from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json
 from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.ep_size import EpSize, choose_ep_size, ep_sizes, states_bytes
+from ds_fsmoe.planning.job.measured import Slowdowns
+from ds_fsmoe.planning.schedule import Lane
+from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import predicted_ep_size
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
 from tests.hf_families import NUM_EXPERTS, batch, config_of, loss_of, model_of
@@ -136,8 +140,12 @@ SLOWEST = 1e-3 * 100.0 / (2 * 4)
 """The pretended ms of a byte between nodes: a size of 1 is one number for each of two ranks."""
 
 
+SLOWED = {(Lane.COMPUTE, Lane.INTER): 1.5, (Lane.INTER, Lane.COMPUTE): 1.25}
+
+
 class Times:
-    """Lets operations take so long by their sizes in place of a stopwatch; the work itself is done once per size."""
+    """Lets operations take so long by their sizes in place of a stopwatch, alone and side by side; the work itself is
+    done once per size."""
 
     def __init__(self, num_in_time: int = 99) -> None:
         self.timed: list[str] = []
@@ -151,8 +159,15 @@ class Times:
             found_ms = [1e-3 * self.slope_of(what) * size for size in sizes]
             return Timed(found_ms, [], found_ms)
 
-        self._own = Stopwatch.times, Stopwatch.any_rank
+        def slowdowns(watch: Any, lanes: Any, work: Any, what: str) -> Slowdowns:
+            self.beside = sorted(work)
+            for prepare in work.values():
+                prepare()()
+            return Slowdowns({pair: factor for pair, factor in SLOWED.items() if set(pair) <= set(work)})
+
+        self._own = Stopwatch.times, Stopwatch.any_rank, cluster_profile.slowdowns
         Stopwatch.times = times  # type: ignore[method-assign]
+        cluster_profile.slowdowns = slowdowns
         # The clock is not asked.
         Stopwatch.any_rank = lambda *_: len(self.timed) >= self._num_in_time  # type: ignore[method-assign]
         return self
@@ -161,7 +176,7 @@ class Times:
         return 1.0 if what.startswith("gemm") else 100.0 if "inter" in what else 10.0
 
     def __exit__(self, *error: Any) -> None:
-        Stopwatch.times, Stopwatch.any_rank = self._own  # type: ignore[method-assign]
+        Stopwatch.times, Stopwatch.any_rank, cluster_profile.slowdowns = self._own  # type: ignore[method-assign]
 
 
 def measured(rank: int, world_size: int) -> dict[str, Any]:
@@ -191,7 +206,8 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
     found["warned"] = [each for each in said.lines if "ep_size" in each]
     few, own = topology_of_size(world_size, 2), predicted_ep_size.measure_links
     with Times(num_in_time=8) as times:
-        costs = own(Stopwatch(torch.device("cpu")), few, torch.float32)
+        costs, found["contention"] = own(Stopwatch(torch.device("cpu")), few, torch.float32)
+        found["beside"] = times.beside
         found["in time"], found["by others"] = times.timed, {name: each.cost.beta_ms for name, each in costs.items()}
     with Times(num_in_time=3) as times, pytest.raises(MeasuringError, match="could not be measured within"):
         own(Stopwatch(torch.device("cpu")), few, torch.float32)
@@ -247,6 +263,7 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
         assert found["warned"] == found["learns"][2]
         assert found["failed"] == ({2}, None)
         assert found["in time"][-1] == "inter.all_reduce"
+        assert (found["beside"], found["contention"]) == (["compute", "inter"], Contention(compute=0.5, traffic=0.25))
         assert {name: found["by others"][name] for name in ("inter.all_to_all", "inter.all_reduce")} == {
             "inter.all_to_all": pytest.approx(SLOWEST),
             "inter.all_reduce": pytest.approx(SLOWEST),

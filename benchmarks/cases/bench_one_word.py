@@ -17,7 +17,8 @@ which it has no preset, is described to it by hand.
 
 Rows go to ``benchmarks/results/whole.csv``, what stock's step spends its time on to ``whole_operations.csv``,
 what each variant's tensors take, in one step that is not timed, to ``whole_memory.csv``, and what tuning took, with
-after how many steps it has paid, to ``whole_tuning.csv``; the size that was chosen to ``whole_chosen.csv``.
+after how many steps it has paid, to ``whole_tuning.csv``; how much lanes slow each other
+down to ``whole_slowdowns.csv``, and the size that was chosen to ``whole_chosen.csv``.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from benchmarks.harness.outcome import PACKAGES
 from benchmarks.harness.result_files import append_rows, made_with
 from benchmarks.harness.routing import parsed
 from benchmarks.models.layers import ranks_per_node
-from benchmarks.models.step_costs import StepMemory, storages_now, write_memory, write_tuning
+from benchmarks.models.step_costs import StepMemory, storages_now, write_memory, write_slowdowns, write_tuning
 from benchmarks.models.sweeps import CUT, OFF, OURS, STOCK, Swept, counted, found, sweep, with_chunks
 from benchmarks.models.whole_models import CASES, IN_A_ROW, Setting, Training, Whole, tiny
 from ds_fsmoe.engine.auto_ep_size import choice_of
@@ -185,6 +186,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             engines = {name: training.engine for name, training in named.items()}
             write_tuning(case, engines, result, args.results / "whole_tuning.csv")
+            write_slowdowns(case, engines, args.results / "whole_slowdowns.csv")
             if CHOSEN in engines:
                 write_chosen(case, engines[CHOSEN], args.results / "whole_chosen.csv")
     dist.destroy_process_group()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,18 @@ def write_tuning(case: Case, engines: Mapping[str, Any], result: CaseResult, fil
         row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name, "variant": name} | facts
         append_rows(file, tuple(row), [row], ADDED_TO_TUNING)
         print("  ".join((name, *(f"{key} {text}" for key, text in facts.items()))), flush=True)
+
+
+def write_slowdowns(case: Case, engines: Mapping[str, Any], file: Path) -> None:
+    """Append how much lanes slow each other down where layers of an engine were measured: the share by which each kind
+    of task takes longer (:class:`~ds_fsmoe.planning.timeline.Contention`)."""
+    for name, engine in engines.items():
+        tuner = getattr(getattr(engine, "fsmoe", None), "autotune", None)
+        if tuner is None or tuner.result.measured is None or not tuner.result.measured.slowed.factors:
+            continue
+        shares = {key: f"{share:.3f}" for key, share in asdict(tuner.result.measured.slowed.contention()).items()}
+        row = made_with(PACKAGES) | {"ranks": dist.get_world_size(), "case": case.name, "variant": name} | shares
+        append_rows(file, tuple(row), [row])
 
 
 def _shown(steps: int | None) -> str:

@@ -3,7 +3,8 @@
 
 ``python -m benchmarks.simulations.ep_sizes`` prints the table. Measured are the rows of ``whole.csv`` and
 ``ladder.csv``. Nothing is fitted to them: links are as the bed was set, what experts' products take is a line through
-stock's experts in ``whole_operations.csv``, and what no size changes is stock's attention, routing and rest there.
+stock's experts in ``whole_operations.csv``, what no size changes is stock's attention, routing and rest there, and how
+much computing and links slow each other down is in ``whole_slowdowns.csv``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import csv
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -25,18 +26,20 @@ from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.ep_size import ExpertJob, alltoalls_of, step_ms
 from ds_fsmoe.planning.decide.presets import BEST
+from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import GEMMS, NODE_DEDUPLICATED, Shape
 from ds_fsmoe.terminal.tables import print_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 STOCK = "stock"
-_OVER_ALL, _OTHERS = "ours, over all ranks", ("ours", "ours, ep_size 1")
+_OVER_ALL, _OTHERS = "ours, over all ranks", ("ours", "ours, ep_size 1", "ours, ep_size 2")
 _SYSTEMS: Mapping[str, tuple[int, str, str | None]] = {
     STOCK: (1, "deepspeed", None),
     "ours": (2, BEST, None),
     "ours, over all ranks": (4, BEST, None),
     "ours, chosen": (4, BEST, None),
     "ours, ep_size 1": (1, BEST, None),
+    "ours, ep_size 2": (2, BEST, None),
     "AutoEP over 2": (2, "deepspeed", "flat"),
     "AutoEP over 4": (4, "deepspeed", "flat"),
     "ep_size": (4, "deepspeed", "flat"),
@@ -146,7 +149,16 @@ def bed_of(case: str, day: str = "") -> Cluster:
     operations["gemm"] = Operation(_products(day))
     # What they take is in what no size changes.
     free = dict.fromkeys(("attention", "softmax", "routing", "order"), Operation(LinearCost(0.0, 0.0)))
-    return Cluster("bed", nodes, per_node, operations | free)
+    return Cluster("bed", nodes, per_node, operations | free, _contention(nodes, per_node))
+
+
+@cache
+def _contention(nodes: int, per_node: int) -> Contention:
+    """Return how much lanes slow each other down, as the autotuner has measured it in jobs on such a bed."""
+    layout = f"{nodes} nodes x {per_node} ranks"
+    of_jobs = [row for row in rows("whole_slowdowns.csv") if layout in row["hardware"]]
+    shares = {field.name: [float(row[field.name]) for row in of_jobs] for field in fields(Contention)}
+    return Contention(**{name: median(of_name) for name, of_name in shares.items()})
 
 
 def measured_rows() -> list[Measured]:
@@ -178,8 +190,7 @@ def predicted_ms(case: str, variant: str, day: str) -> float:
 
 
 def gains(found: Sequence[Measured]) -> Iterator[Gain]:
-    """Yield what each variant gains over stock of its run, and ours over all ranks over ours inside nodes and over none.
-    """
+    """Yield what each variant gains over stock of its run, and ours over all ranks over ours of smaller sizes."""
     at = {(each.source, each.date, each.case, each.variant): each for each in found}
     for (*of_case, variant), each in at.items():
         if variant != STOCK:

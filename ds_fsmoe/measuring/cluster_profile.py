@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from ds_fsmoe.distributed.groups import passing_communicators
 from ds_fsmoe.distributed.topology import Ranks, Topology, rank_now
 from ds_fsmoe.distributed.waits import waiting
 from ds_fsmoe.execution.collectives import Collectives
-from ds_fsmoe.execution.lanes import Lanes, SerialLanes
+from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.log import log_line
 from ds_fsmoe.measuring.cache import Measuring, Timeable
 from ds_fsmoe.measuring.stopwatch import Prepare, Stopwatch, at_least, empty_task_ms, slowdowns
@@ -505,9 +505,10 @@ _LIKE = {"all_reduce": ("all_to_all", 2), "all_gather": ("all_to_all", 1), "redu
 
 def measure_links(
     watch: Stopwatch, topology: Topology, dtype: torch.dtype, max_ctas: int | None = None
-) -> dict[str, Operation]:
-    """Measure the collectives of the links of this job, and a product, at three sizes each. Collective over all ranks
-    of the job. When :data:`LINKS_LIMIT_S` are over, the other collectives follow from those that were timed.
+) -> tuple[dict[str, Operation], Contention]:
+    """Measure the collectives of the links of this job, and a product, at three sizes each, and how much a product and
+    an all-to-all over the outer link slow each other down. Collective over all ranks of the job. When
+    :data:`LINKS_LIMIT_S` are over, the other collectives follow from those that were timed.
 
     Args:
         watch: the stopwatch of this job.
@@ -519,7 +520,7 @@ def measure_links(
     device, nodes = watch.device, _nodes(topology)
     ranks_of = {"inter": len(nodes), "intra": min(map(len, nodes))}
     links = [link for link in LINKS if ranks_of[link] > 1]
-    found, largest = {}, {}
+    found, largest, slowed = {}, {}, IDEAL
     kinds = [lane_groups(topology, link) for link in links]
     with (
         torch.random.fork_rng([device] if device.type == "cuda" else []),
@@ -554,7 +555,17 @@ def measure_links(
             fitted = fit([each * trial.size_of_one for each in sizes], least_ms).cost
             assert isinstance(fitted, LinearCost)
             found[trial.operation] = Operation(fitted, ranks_of.get(what))
-    return found
+        for link in links[:1]:
+            of_lanes = {Lane(link): f"{link}.all_to_all", Lane.COMPUTE: "gemm"}
+            work = {
+                lane: partial(each.prepare, max(1, largest[each.operation.split(".")[0]] // _LARGER))
+                for lane, name in of_lanes.items()
+                for each in trials
+                if each.operation == name
+            }
+            with closing(make_lanes(device)) as lanes:
+                slowed = slowdowns(watch, lanes, work, "how much computing and a link slow each other").contention()
+    return found, slowed
 
 
 def _long_enough(watch: Stopwatch, trial: Trial, start_s: float) -> int:

@@ -40,6 +40,7 @@ from ds_fsmoe.planning.decide.ep_size import (
     states_bytes,
 )
 from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 OFF = 0.2
@@ -85,10 +86,8 @@ class EpSizePredictor:
         cluster, source = self._known_links()
         if not source:
             source = "measured links"
-            operations = measure_links(
-                Stopwatch(self.device, budget_s=0.0), self.topology, self.dtype, self._max_ctas()
-            )
-            cluster = _cluster_of(operations, self.topology)
+            watch = Stopwatch(self.device, budget_s=0.0)
+            cluster = _cluster_of(*measure_links(watch, self.topology, self.dtype, self._max_ctas()), self.topology)
         found: list[EpSize] = []
         with raise_on_all_ranks(None, "predicting a step with each ep_size"):
             if rank_now() == 0:
@@ -197,13 +196,13 @@ class EpSizePredictor:
         return None if self.block.max_ctas == "auto" else self.block.max_ctas
 
 
-def _cluster_of(operations: Mapping[str, Operation], topology: Topology) -> Cluster:
+def _cluster_of(operations: Mapping[str, Operation], contention: Contention, topology: Topology) -> Cluster:
     """Return a cluster of measured links. What no size of ``ep_size`` changes is at the rate of a product, or takes no
     time."""
     gemm = operations["gemm"]
     others = {"attention": gemm, "routing": gemm} | dict.fromkeys(("softmax", "order"), Operation(LinearCost(0.0, 0.0)))
     nodes = topology.node_sizes
-    return Cluster("measured", len(nodes), nodes[0], {**operations, **others})
+    return Cluster("measured", len(nodes), nodes[0], {**operations, **others}, contention=contention)
 
 
 def learned_of(choice: EpChoice, tokens: int) -> LearnedBatches:

@@ -103,8 +103,8 @@ class ExpertJob:
             layer = layer_work(shape, groups, alltoall, whole_slots=True)
             # Experts of another width have another rate.
             in_pieces = self.sums_in_pieces and self.zero < 3
-            of_groups = sharing_costs(cluster, groups, in_pieces)
-            costs = {**kind_costs(cluster, groups, alltoall, shape, in_pieces), **of_groups}
+            of_layer = kind_costs(cluster, groups, alltoall, shape, in_pieces)
+            costs = {**of_layer, **sharing_costs(cluster, groups, in_pieces)}
             made[shape] = replace(self._with_dense(layer, shape), costs=LayerCosts.written(costs, cluster.host_ms))
         return tuple(made[shape] for shape in self.shapes)
 
