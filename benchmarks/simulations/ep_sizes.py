@@ -116,7 +116,9 @@ def job_of(case: str, day: str = "") -> ExpertJob:
     settings, cluster = _settings(case), bed_of(case, day)
     shape, layers = shape_of(settings), settings["layers"]
     dense = layers * (shape.attention_weights + shape.M * shape.E) + 2 * settings["vocabulary"] * shape.M
-    swept = [row for row in rows("whole_sweep.csv") if row["case"] == case and row["variant"] == STOCK]
+    # With samples of another length stock has the settings of the model's own.
+    own = case.partition(", L ")[0]
+    swept = [row for row in rows("whole_sweep.csv") if row["case"] == own and row["variant"] == STOCK]
     fastest = min(swept, key=lambda row: float(row["ms"]))
     # At ZeRO 3 what is not told apart has the waits for parameters in it.
     alike = [each for each in _cases() if {**_settings(each), "stages": 0} == {**settings, "stages": 0}]
