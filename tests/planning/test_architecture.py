@@ -89,7 +89,6 @@ def test_a_model_is_cut_to_its_first_blocks_and_gets_other_experts() -> None:
         (lambda: replace(FULL, kind="wide"), "kind = 'wide': the choices are full, sliding, latent, linear"),
         (lambda: replace(FULL, kind="sliding"), "window = None: must be at least 1 with sliding attention"),
         (lambda: replace(LATENT, kv_rank=0), "kv_rank = 0: must be at least 1 with latent attention"),
-        (lambda: replace(FULL, heads=True), "heads = True: must be a whole number"),
         (lambda: replace(EXPERTS, K=11), "K = 11: must be at most the number of experts, E = 10"),
         (lambda: replace(EXPERTS, gemms=4), "gemms = 4: the choices are 2, 3"),
         (lambda: replace(EXPERTS, groups=(3, 1)), "must be a number that divides the 10 experts"),

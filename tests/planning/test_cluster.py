@@ -327,31 +327,22 @@ def test_the_list_has_every_cluster_with_links_and_sources(capsys: pytest.Captur
     assert "  inter.all_reduce: 47 GB/s" in capsys.readouterr().out
 
 
-def test_only_what_is_wrong_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_wrong_is_a_failure_and_no_file_or_json_is_a_wrong_argument(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["clusters", "--check", "h100_400", "testbed_a"]) == 0
     text = capsys.readouterr().out
     assert "h100_400: no problems found" in text
     assert "testbed_a: missing: peak_tflops is missing" in text
     file = tmp_path / "mine.json"
-    data = read_cluster_file("a100_200")[1] | {"num_nodes": "many"}
-    file.write_text(json.dumps(data), encoding="utf-8")
+    file.write_text(json.dumps(read_cluster_file("a100_200")[1] | {"num_nodes": "many"}), encoding="utf-8")
     assert cli.main(["clusters", "--check", "h100_400", str(file)]) == 1
     assert f'{file}: wrong: num_nodes = "many": must be an integer' in capsys.readouterr().out
-
-
-def test_a_file_that_is_not_there_or_no_json_is_a_wrong_argument(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "mine.json"
     file.write_text("{", encoding="utf-8")
     for name, words in ((str(file), "cannot be read as JSON"), ("h100", "did you mean 'h100_400'")):
         assert cli.main(["clusters", "--check", name]) == 2
         assert words in capsys.readouterr().err
-
-
-def test_the_config_of_a_model_is_called_that_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "config.json"
     file.write_text('{"model_type": "qwen3_moe", "num_experts": 128, "hidden_size": 2048}')
     assert cli.main(["clusters", "--check", str(file)]) == 1
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"{file}: wrong: this is a Hugging Face config, not a cluster file; give it to plan --hf-config"]
+    said = "wrong: this is a Hugging Face config, not a cluster file; give it to plan --hf-config"
+    assert capsys.readouterr().out.splitlines() == [f"{file}: {said}"]

@@ -237,21 +237,6 @@ def test_dense_only_sends_all_there_is_beside_each_dense_part() -> None:
     assert found.tail == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"mode": "adaptiv"}, "mode = 'adaptiv': did you mean 'adaptive'"),
-        ({"solver": "ga"}, "solver = 'ga': the choices are dp, de"),
-        ({"chunk_bytes": 0}, "chunk_bytes = 0: must be a whole number of at least 1"),
-        ({"num_steps": 0}, "num_steps = 0"),
-    ],
-)
-def test_an_unknown_way_is_refused_with_the_choices(change: dict, message: str) -> None:
-    arguments = {"mode": "adaptive", "solver": "dp", "chunk_bytes": 9} | change
-    with pytest.raises(ValueError, match=message):
-        partition([dense(0, 5, COST)], [window(0, "moe", 0, 1.0)], arguments.pop("mode"), **arguments)
-
-
 # ---- slices of the buffers in which gradients lie
 
 

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 
 from ds_fsmoe import cli
+from ds_fsmoe.offline.models import memory_states as kept
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
 from ds_fsmoe.offline.models.known import load_model
 from ds_fsmoe.offline.models.memory import (
@@ -22,18 +23,7 @@ from ds_fsmoe.offline.models.memory import (
     other_memories,
 )
 from ds_fsmoe.offline.models.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, layer_rows
-from ds_fsmoe.offline.models.memory_states import (
-    FROZEN,
-    GATHERED,
-    GRADIENTS,
-    MASTERS,
-    OPTIMIZER,
-    PARAMETERS,
-    STEP,
-    Parameters,
-    most_in_partition,
-    states_of,
-)
+from ds_fsmoe.offline.models.memory_states import Parameters, most_in_partition, states_of
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
 
@@ -43,7 +33,7 @@ DENSE = ModelBlock(ATTENTION, dense_H=33, num_norms=70)
 EXPERTS = BlockExperts(E=6, K=2, H=11)
 SPARSE = ModelBlock(ATTENTION, EXPERTS, num_norms=70)
 TINY = Architecture("tiny", "this test", M=35, vocab=101, is_tied=False, max_length=64, blocks=(DENSE, SPARSE, SPARSE))
-STATES = (PARAMETERS, MASTERS, OPTIMIZER, GRADIENTS)
+STATES = (kept.PARAMETERS, kept.MASTERS, kept.OPTIMIZER, kept.GRADIENTS)
 EIGHT = Groups(world=8, gpus_per_node=4, ep=2)
 
 
@@ -86,11 +76,11 @@ def test_experts_are_cut_over_their_replicas_and_all_else_over_all_ranks() -> No
         rest = states_of(parameters, EIGHT, Training(1, 16, zero, dtype)).rest
         updated = dense + experts if zero == 0 else dense / 8 + experts / 4
         stored = dense / 8 + experts / 4 if zero == 3 else dense + experts
-        assert rest[PARAMETERS] == pytest.approx(a * stored)
-        assert rest[OPTIMIZER] == pytest.approx(2 * 4 * updated)
+        assert rest[kept.PARAMETERS] == pytest.approx(a * stored)
+        assert rest[kept.OPTIMIZER] == pytest.approx(2 * 4 * updated)
         has_masters = dtype == "bf16" or zero in (1, 2)
-        assert rest.get(MASTERS, 0) == pytest.approx(4 * updated if has_masters else 0)
-        assert rest.get(GRADIENTS, 0) == pytest.approx(a * updated if zero == 3 else 0)
+        assert rest.get(kept.MASTERS, 0) == pytest.approx(4 * updated if has_masters else 0)
+        assert rest.get(kept.GRADIENTS, 0) == pytest.approx(a * updated if zero == 3 else 0)
 
 
 def test_at_stage_2_a_rank_keeps_its_own_part_of_gradients_and_what_waits_in_a_bucket() -> None:
@@ -98,7 +88,7 @@ def test_at_stage_2_a_rank_keeps_its_own_part_of_gradients_and_what_waits_in_a_b
     parameters = Parameters.of(replace(TINY, blocks=blocks), blocks, EIGHT)
     dense, experts = parameters.num_dense, parameters.num_experts
     of_zero = {
-        zero: states_of(parameters, EIGHT, Training(1, 16, zero, "fp32", reduce_bucket=64)).behind[0][GRADIENTS]
+        zero: states_of(parameters, EIGHT, Training(1, 16, zero, "fp32", reduce_bucket=64)).behind[0][kept.GRADIENTS]
         for zero in (1, 2)
     }
     # When the experts of the first block have their gradients, the rest of it and the embedding have none.
@@ -162,7 +152,7 @@ def test_an_update_by_torchs_adam_takes_two_numbers_for_each_that_is_updated_at_
     most = {}
     for optimizer in ("torch_adam", "momentum"):
         steps = states_of(parameters, EIGHT, Training(1, 16, zero, dtype, optimizer=optimizer)).steps
-        most[optimizer] = max(each[STEP] for each in steps)
+        most[optimizer] = max(each[kept.STEP] for each in steps)
     dense, experts = parameters.num_dense / 8, parameters.num_experts / 4
     updated = max(dense, experts) if zero else max(*parameters.dense, *parameters.experts)
     # Beside them, gradients in fp32: of all parameters without ZeRO, which is none where they are fp32 as they are.
@@ -179,14 +169,14 @@ def test_at_stage_3_small_parameters_stay_and_a_billion_are_updated_at_a_time() 
     for persistence in (0, 100, 10_000):
         states = states_of(parameters, EIGHT, Training(1, 16, 3, "bf16", persistence=persistence))
         stays = 2 * sum(each for each in parameters.dense if each < persistence)
-        assert states.rest[GATHERED] == stays
-        head.append(states.head[GATHERED] + stays)
+        assert states.rest[kept.GATHERED] == stays
+        head.append(states.head[kept.GATHERED] + stays)
     assert len(set(head)) == 1
     large = load_model("mixtral-8x7b")
     of_large = Parameters.of(large, large.blocks, EIGHT)
     steps = states_of(of_large, EIGHT, Training(1, 16, 3, "bf16", optimizer="torch_adam")).steps
     assert of_large.num_experts / EIGHT.edp > 10**9
-    assert max(each[STEP] for each in steps) == 12 * 10**9
+    assert max(each[kept.STEP] for each in steps) == 12 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -262,14 +252,14 @@ def kept_before(model: Architecture, place: int, training: Training) -> float:
 
 def test_the_first_stage_of_a_pipeline_keeps_more_batches() -> None:
     deep = replace(TINY, vocab=2, blocks=(SPARSE,) * 8)
-    totals, kept = {}, {}
+    totals, held = {}, {}
     for pp, last in ((1, 7), (4, 1)):
         memory = memory_of(deep, Groups(world=4, gpus_per_node=4, pp=pp), Training(16, 64, 0, device="cpu"))
         # What blocks have kept when the backward of the last one begins.
         moment = next(each for each in memory.moments if each.name == f"backward of block {last}")
-        totals[pp], kept[pp] = memory.total, sum(size for item, size in moment.items.items() if item not in STATES)
+        totals[pp], held[pp] = memory.total, sum(size for item, size in moment.items.items() if item not in STATES)
     # A quarter of the blocks, four times.
-    assert kept[4] == kept[1]
+    assert held[4] == held[1]
     assert totals[4] < totals[1]
 
 
@@ -343,21 +333,21 @@ def test_adapters_alone_have_gradients_masters_and_states() -> None:
     assert (found.num_dense, found.num_experts) == (48 * attention, 48 * experts)
     assert whole.adapters(blocks, model.M, groups, rank, "attention").num_experts == 0
     rest = states_of(found, groups, Training(1, 16, 1)).rest
-    assert rest[PARAMETERS] == 2 * (found.num_dense + found.num_experts)
-    assert rest[FROZEN] == 2 * (whole.num_dense + whole.num_experts)
-    assert rest[OPTIMIZER] == pytest.approx(8 * (found.num_dense / 8 + found.num_experts))
+    assert rest[kept.PARAMETERS] == 2 * (found.num_dense + found.num_experts)
+    assert rest[kept.FROZEN] == 2 * (whole.num_dense + whole.num_experts)
+    assert rest[kept.OPTIMIZER] == pytest.approx(8 * (found.num_dense / 8 + found.num_experts))
     cut = states_of(found, groups, Training(1, 16, 3)).rest
-    assert cut[FROZEN] == pytest.approx(2 * (whole.num_dense / 8 + whole.num_experts))
+    assert cut[kept.FROZEN] == pytest.approx(2 * (whole.num_dense / 8 + whole.num_experts))
 
 
 def test_states_of_eight_bits_and_states_on_the_host() -> None:
     parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
     held = parameters.num_dense / 8 + parameters.num_experts / 4
     eight = states_of(parameters, EIGHT, Training(1, 16, 1, optimizer="adam8bit")).rest
-    assert eight[OPTIMIZER] == pytest.approx(2 * (1 + 4 / 256) * held)
+    assert eight[kept.OPTIMIZER] == pytest.approx(2 * (1 + 4 / 256) * held)
     for zero in (1, 2):
         states = states_of(parameters, EIGHT, Training(1, 16, zero, offload=True))
-        assert not {MASTERS, OPTIMIZER} & states.rest.keys()
+        assert not {kept.MASTERS, kept.OPTIMIZER} & states.rest.keys()
         largest = max(*parameters.dense, *parameters.experts)
         # Masters, their gradients, two moments, and what is copied back; room for one gradient.
         assert sum(states.host.values()) == pytest.approx((4 + 4 + 8 + 2) * held + 2 * largest)

@@ -20,19 +20,8 @@ from ds_fsmoe.offline.models.model_layers import (
     stage_flops,
     stages,
 )
+from ds_fsmoe.planning import schedule as kinds
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.schedule import (
-    ATTENTION,
-    DENSE,
-    ELEMENTWISE,
-    EXPERT,
-    EXPERT_GRAD,
-    GRAD,
-    MP_GATHER,
-    MP_REDUCE,
-    ROUTE,
-    SOFTMAX,
-)
 from ds_fsmoe.planning.workload import BlockWork, Layer, layer_work
 
 M, VOCAB, B, L = 6, 19, 3, 5
@@ -47,11 +36,11 @@ ODD = Architecture("odd", "", M, VOCAB, is_tied=False, max_length=64, blocks=PLA
 ALONE = Groups(world=8, gpus_per_node=4, ep=2)
 
 
-def works(made: tuple[Layer, ...] | DenseStage, phase: str, *kinds: str) -> list[float]:
-    """The sizes of the tasks of these kinds in one phase."""
+def works(made: tuple[Layer, ...] | DenseStage, phase: str, *named: str) -> list[float]:
+    """The sizes of the tasks of some kinds in one phase."""
     blocks = [] if isinstance(made, DenseStage) else [getattr(layer, phase) for layer in made]
     of_layers = [each for block in blocks for each in (*block.before, *block.moe.stages, *block.after)]
-    return [each.size for each in (of_layers if blocks else getattr(made, phase)) if each.kind in kinds]
+    return [each.size for each in (of_layers if blocks else getattr(made, phase)) if each.kind in named]
 
 
 def stage_of(model: Architecture, groups: Groups, stage: ModelStage) -> tuple[Layer, ...] | DenseStage:
@@ -62,19 +51,19 @@ def stage_of(model: Architecture, groups: Groups, stage: ModelStage) -> tuple[La
 
 def expected(architecture: Architecture, places: range, mp: int = 1, has_head: bool = True) -> dict[str, float]:
     """Kind -> the forward's computation on one rank, block by block."""
-    sums = dict.fromkeys((ATTENTION, SOFTMAX, DENSE, ROUTE, EXPERT), 0.0)
+    sums = dict.fromkeys((kinds.ATTENTION, kinds.SOFTMAX, kinds.DENSE, kinds.ROUTE, kinds.EXPERT), 0.0)
     for place in places:
         block = architecture.blocks[place]
-        sums[ATTENTION] += B * block.attention.flops(M, L) / mp
-        sums[SOFTMAX] += B * block.attention.scores(L) / mp
-        sums[DENSE] += 2 * block.dense_gemms * B * L * M * block.dense_H / mp
+        sums[kinds.ATTENTION] += B * block.attention.flops(M, L) / mp
+        sums[kinds.SOFTMAX] += B * block.attention.scores(L) / mp
+        sums[kinds.DENSE] += 2 * block.dense_gemms * B * L * M * block.dense_H / mp
         if block.experts is not None:
-            sums[DENSE] += 2 * block.experts.gemms * B * L / mp * M * block.experts.shared_H
-            sums[ROUTE] += 2 * B * L / mp * M * block.experts.E
-            sums[EXPERT] += 2 * block.experts.gemms * B * L / mp * block.experts.K * M * block.experts.H
+            sums[kinds.DENSE] += 2 * block.experts.gemms * B * L / mp * M * block.experts.shared_H
+            sums[kinds.ROUTE] += 2 * B * L / mp * M * block.experts.E
+            sums[kinds.EXPERT] += 2 * block.experts.gemms * B * L / mp * block.experts.K * M * block.experts.H
     if has_head:
-        sums[DENSE] += 2 * B * L * M * VOCAB / mp
-        sums[SOFTMAX] += B * L * VOCAB / mp
+        sums[kinds.DENSE] += 2 * B * L * M * VOCAB / mp
+        sums[kinds.SOFTMAX] += B * L * VOCAB / mp
     return sums
 
 
@@ -87,10 +76,10 @@ def test_all_blocks_are_computed_once_forward_and_twice_backward(pp: int, mp: in
         layers = stage_of(ODD, groups, stage)
         for kind, size in expected(ODD, stage.places, mp, stage.has_head).items():
             assert sum(works(layers, "forward", kind)) == pytest.approx(size), kind
-            assert sum(works(layers, "backward", kind)) == pytest.approx((1 if kind == ROUTE else 2) * size), kind
-        gathered += works(layers, "forward", MP_GATHER)
-        for phase, kind in itertools.product(("forward", "backward"), (MP_GATHER, MP_REDUCE)):
-            assert works(layers, phase, kind) == works(layers, "forward", MP_GATHER)
+            assert sum(works(layers, "backward", kind)) == pytest.approx((1 if kind == kinds.ROUTE else 2) * size), kind
+        gathered += works(layers, "forward", kinds.MP_GATHER)
+        for phase, kind in itertools.product(("forward", "backward"), (kinds.MP_GATHER, kinds.MP_REDUCE)):
+            assert works(layers, phase, kind) == works(layers, "forward", kinds.MP_GATHER)
     # Model parallelism gathers and reduces around every part that it divides: attention, dense blocks and the head.
     assert gathered == [B * L * M * 2] * ((8 + 4 + 1) if mp > 1 else 0)
 
@@ -100,7 +89,7 @@ def test_all_blocks_are_computed_once_forward_and_twice_backward(pp: int, mp: in
 def test_every_parameter_has_one_gradient_on_the_stages_that_hold_it(pp: int, is_tied: bool) -> None:
     model = replace(ODD, is_tied=is_tied)
     groups = Groups(world=8 * pp, gpus_per_node=4, ep=2, pp=pp)
-    sums = {GRAD: 0, EXPERT_GRAD: 0}
+    sums = {kinds.GRAD: 0, kinds.EXPERT_GRAD: 0}
     for stage in stages(model, pp):
         made = stage_of(model, groups, stage)
         for each in (each for layer in ((made,) if isinstance(made, DenseStage) else made) for each in layer.gradients):
@@ -110,7 +99,7 @@ def test_every_parameter_has_one_gradient_on_the_stages_that_hold_it(pp: int, is
     twice_held = M * VOCAB if is_tied and pp > 1 else 0
     in_experts = sum(each.experts.E * sum(each.experts.of_one(M)) for each in model.blocks if each.experts)
     dense = model.num_parameters - in_experts + twice_held
-    assert sums == {GRAD: 2 * dense, EXPERT_GRAD: 2 * in_experts / groups.ep}
+    assert sums == {kinds.GRAD: 2 * dense, kinds.EXPERT_GRAD: 2 * in_experts / groups.ep}
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -128,13 +117,15 @@ def test_blocks_without_experts_come_before_the_next_one_with_experts_or_behind_
     layers = model_layers(ODD, ALONE, B, L, 2)
 
     def attentions(phase: str, part: str) -> list[int]:
-        return [sum(each.kind == ATTENTION for each in getattr(getattr(layer, phase), part)) for layer in layers]
+        return [sum(each.kind == kinds.ATTENTION for each in getattr(getattr(layer, phase), part)) for layer in layers]
 
     # The backward comes the other way.
     assert attentions("forward", "before") == attentions("backward", "after") == [3, 1, 2, 1]
     assert attentions("forward", "after") == attentions("backward", "before") == [0, 0, 0, 1]
     # So the head's gradient comes first and the embedding's last.
-    first, last = (next(each for each in layer.gradients if each.kind == GRAD) for layer in (layers[0], layers[-1]))
+    first, last = (
+        next(each for each in layer.gradients if each.kind == kinds.GRAD) for layer in (layers[0], layers[-1])
+    )
     embedding = 2 * M * VOCAB
     assert (first.tensors_bytes[-1], last.tensors_bytes[0]) == (embedding, embedding)
     assert embedding not in (*first.tensors_bytes[:-1], *last.tensors_bytes[1:])
@@ -149,7 +140,7 @@ def test_a_block_that_a_generalised_layer_can_be_is_that_layer() -> None:
         for phase in ("forward", "backward"):
             found: BlockWork = getattr(middle, phase)
             before, after = (
-                tuple(each for each in of if each.kind != ELEMENTWISE) for of in (found.before, found.after)
+                tuple(each for each in of if each.kind != kinds.ELEMENTWISE) for of in (found.before, found.after)
             )
             # What is element-wise is that of a model alone.
             assert len(before) + len(after) < len(found.before) + len(found.after)
@@ -158,8 +149,8 @@ def test_a_block_that_a_generalised_layer_can_be_is_that_layer() -> None:
 
 def test_blocks_that_recompute_run_their_forward_again_and_the_head_does_not() -> None:
     layers = model_layers(ODD, ALONE, B, L, 2, recompute=True)
-    again = sum(works(layers, "forward", DENSE) + works(layers, "backward", DENSE))
-    with_head, without = (expected(ODD, range(8), has_head=each)[DENSE] for each in (True, False))
+    again = sum(works(layers, "forward", kinds.DENSE) + works(layers, "backward", kinds.DENSE))
+    with_head, without = (expected(ODD, range(8), has_head=each)[kinds.DENSE] for each in (True, False))
     assert all(layer.recompute for layer in layers)
     assert again == pytest.approx(3 * without + 2 * (with_head - without))
 

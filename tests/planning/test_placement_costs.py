@@ -108,14 +108,6 @@ def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     assert (found.inter, found.intra) == pytest.approx((inter, intra))
 
 
-@pytest.mark.parametrize(
-    ("rows", "nodes"), [([[1, 2]], (0, 0)), ([1, 2], (0, 0)), ([[-1]], (0,)), ([[np.nan]], (0,)), ([[np.inf]], (0,))]
-)
-def test_what_was_not_measured_so_is_refused(rows, nodes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="rows"):
-        ObservedRouting(np.array(rows), nodes)
-
-
 @pytest.mark.parametrize(("way", "degrees"), covering(sorted(WAYS), ((1, 1), (2, 3), (3, 3))))
 def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str, degrees) -> None:
     groups, alltoall = WAYS[way]

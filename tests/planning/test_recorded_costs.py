@@ -430,30 +430,25 @@ def test_every_micro_batch_counts_and_gradients_travel_with_the_last() -> None:
 RAN = Ran(((Order(2, "reduce_first"), Order(3, "reduce_first")),) * 3, ("flat",) * 3)
 
 
-def test_the_rest_explains_what_was_measured() -> None:
+def test_the_rest_explains_what_was_measured_and_gradients_what_is_left_of_the_backward() -> None:
     what_if = WhatIf(job_of())
     before = what_if.as_ran(RAN)
-    after = what_if.with_rest_of((before.forward_ms + 7.0, before.backward_ms - 2.0), RAN)
-    assert after.as_ran(RAN).phases_ms == pytest.approx((before.forward_ms + 7.0, before.backward_ms - 2.0), abs=1e-3)
+    measured_ms = before.forward_ms + 7.0, before.backward_ms - 2.0
+    after = what_if.with_rest_of(measured_ms, RAN)
+    assert after.as_ran(RAN).phases_ms == pytest.approx(measured_ms, abs=1e-3)
     assert after.rest_ms == pytest.approx((10.0, 3.0), abs=1e-3)
     # Less than the layers alone take cannot be explained.
-    least = what_if.with_rest_of((0.5, 0.5), RAN)
-    assert least.rest_ms == pytest.approx((0.0, 0.0), abs=1e-3)
-
-
-def test_gradients_take_what_is_left_of_the_backward() -> None:
-    what_if = WhatIf(with_gradients(300_000))
-    wanted_ms = what_if.as_ran(RAN).backward_ms + 1.75
-    found = what_if.with_gradients_of(wanted_ms, RAN)
-    assert found.as_ran(RAN).backward_ms == pytest.approx(wanted_ms, abs=1e-3)
-    assert found.job.gradient_factor > 1.0
-    # DeepSpeed has one way to reduce, which takes no less than was measured, whatever ours took.
-    faster = what_if.with_gradients_of(what_if.as_ran(RAN).backward_ms - 1.25, RAN)
-    assert faster.job.gradient_factor < 1.0
-    raw, slow, fast = (each.by_schedule("tutel").step_ms for each in (what_if, found, faster))
-    assert fast == raw < slow
+    assert what_if.with_rest_of((0.5, 0.5), RAN).rest_ms == pytest.approx((0.0, 0.0), abs=1e-3)
     # Nothing can be told of gradients where there are none of ours.
-    assert WhatIf(job_of()).with_gradients_of(99.0, RAN).job.gradient_factor == 1.0
+    assert what_if.with_gradients_of(99.0, RAN).job.gradient_factor == 1.0
+    sending = WhatIf(with_gradients(300_000))
+    sent_ms = sending.as_ran(RAN).backward_ms
+    longer, faster = (sending.with_gradients_of(sent_ms + each, RAN) for each in (1.75, -1.25))
+    assert longer.as_ran(RAN).backward_ms == pytest.approx(sent_ms + 1.75, abs=1e-3)
+    assert longer.job.gradient_factor > 1.0 > faster.job.gradient_factor
+    # DeepSpeed has one way to reduce, which takes no less than was measured, whatever ours took.
+    raw, slow, fast = (each.by_schedule("tutel").step_ms for each in (sending, longer, faster))
+    assert fast == raw < slow
 
 
 # ---- other ranks
@@ -474,17 +469,16 @@ def test_collectives_cost_what_the_cluster_says_of_the_other_group() -> None:
     assert now.backward["EXPERT"].ms(1e6) == was.backward["EXPERT"].ms(1e6)
     # Half as many experts on each rank.
     assert kind.shape.num_weights == SIZES.num_weights // 2
+    # Experts that more ranks hold are summed up.
+    for ranks, summed in (
+        (OtherRanks(nodes=4, ep=2, esp=2), 3 * SIZES.num_weights * SIZES.dtype_bytes),
+        (OtherRanks(ep=2), 0),
+    ):
+        found = on_other_ranks(job_of(gradients_bytes={"GRAD": 1000}), CLUSTER, ranks)
+        assert found.gradients_bytes == {"GRAD": 1000, "EXPERT_GRAD": summed}
     # The same ranks cost the same.
     same = WhatIf(on_other_ranks(job, CLUSTER, OtherRanks(nodes=2, per_node=2, ep=2, esp=2)), (3.0, 5.0))
     assert same.by_schedule("best").step_ms == pytest.approx(WhatIf(job).by_schedule("best").step_ms)
-
-
-def test_experts_that_more_ranks_hold_are_summed_up() -> None:
-    job = job_of(gradients_bytes={"GRAD": 1000})
-    other = on_other_ranks(job, CLUSTER, OtherRanks(nodes=4, ep=2, esp=2))
-    assert other.kinds[0].groups.edp == 2
-    assert other.gradients_bytes == {"GRAD": 1000, "EXPERT_GRAD": 3 * SIZES.num_weights * SIZES.dtype_bytes}
-    assert on_other_ranks(job, CLUSTER, OtherRanks(ep=2)).gradients_bytes == {"GRAD": 1000, "EXPERT_GRAD": 0}
 
 
 @pytest.mark.parametrize(

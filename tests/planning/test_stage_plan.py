@@ -4,11 +4,9 @@ says."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from ds_fsmoe.offline.models.known import load_model
@@ -23,14 +21,12 @@ from ds_fsmoe.offline.models.pipeline import (
     send_cost,
 )
 from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.gradients import window_prices
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
+from ds_fsmoe.planning.workload import Shape, kind_costs, layer_work
 from tests.planning.test_model_layers import ODD, B, L
 
 TESTBED = load_cluster("testbed_a")
@@ -88,23 +84,6 @@ def test_one_stage_takes_what_its_micro_batches_take_one_after_the_other(name: s
     assert stage.times.busy_ms(4) == pytest.approx(planner.batch_ms(plan))
     sent = sum(each.size_bytes for layer in pipeline.works[0] for each in layer.gradients)
     assert stage.hidden_bytes + stage.after_bytes == pytest.approx(sent)
-
-
-def test_gradients_pay_for_a_cut_that_is_worse_without_them_in_every_micro_batch() -> None:
-    groups = Groups(16, 8, mp=8, esp=8, ep=2)
-    layer = layer_work(SHAPE, groups, whole_slots=True)
-    for settings in (Settings(), Settings(TESTBED.contention)):
-        planner = Planner(kind_costs(TESTBED, groups), settings)
-        moe = planner.times(BlockWork((), layer.backward.moe, ()), backward=True)
-        whole = planner.times(layer.backward, backward=True)
-        orders = [Order(degree) for degree in range(1, 9)]
-        grads_ms = np.linspace(0.0, 20.0, 33)
-        best = orders[int(moe.times_ms(orders)[:, 0].argmin())]
-        prices = [window_prices(orders, best, moe, whole, each)[0](grads_ms) for each in (1, 2, 9)]
-        fixed = window_prices([best], best, moe, whole)[0](grads_ms)
-        for cheaper, dearer in itertools.pairwise((*prices, fixed)):
-            assert (cheaper <= dearer + 1e-9).all()
-        assert (prices[0] < fixed - 1e-6).any()
 
 
 def test_the_first_stage_hides_gradients_and_the_last_one_sends_them_while_others_compute() -> None:

@@ -78,11 +78,6 @@ NARROW = {
         "GATHER intra inner, EXPERT compute, REDUCE intra inner, QUANTISE_OUT inter, A2A_OUT inter, "
         "A2A_OUT_NODE intra apart 1, DEQUANTISE_OUT intra apart 1 beside 1",
     ),
-    "sharded experts alone": (
-        (Groups(4, 4, mp=4, esp=4), "flat"),
-        "GATHER intra inner, EXPERT compute, REDUCE intra inner",
-    ),
-    "one rank": ((Groups(1, 4), "flat"), "EXPERT compute"),
 }
 """What these layers have where both wires are narrow."""
 
@@ -103,9 +98,11 @@ def words(moe: MoEWork) -> str:
 @pytest.mark.parametrize("name", LISTS)
 def test_each_kind_of_layer_has_its_list_of_stages_in_both_phases_and_in_halves(name: str) -> None:
     (groups, alltoall), wanted = LISTS[name]
-    layer = layer_work(SHAPE, groups, alltoall)
-    for block in (layer.forward, layer.backward):
-        assert words(block.moe) == words(sub_batch_moe(block.moe)) == wanted
+    # Narrow wires are of all-to-alls.
+    for narrow in ((False, False), *([(True, True)] if "A2A" not in wanted else ())):
+        layer = layer_work(SHAPE, groups, alltoall, narrow=narrow)
+        for block in (layer.forward, layer.backward):
+            assert words(block.moe) == words(sub_batch_moe(block.moe)) == wanted
 
 
 @pytest.mark.parametrize("name", NARROW)

