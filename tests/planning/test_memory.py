@@ -35,6 +35,7 @@ SPARSE = ModelBlock(ATTENTION, EXPERTS, num_norms=70)
 TINY = Architecture("tiny", "this test", M=35, vocab=101, is_tied=False, max_length=64, blocks=(DENSE, SPARSE, SPARSE))
 STATES = (kept.PARAMETERS, kept.MASTERS, kept.OPTIMIZER, kept.GRADIENTS)
 EIGHT = Groups(world=8, gpus_per_node=4, ep=2)
+OF_TINY = Parameters.of(TINY, TINY.blocks, EIGHT)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -69,11 +70,10 @@ def test_the_fullest_part_of_a_group_has_every_tensor_that_touches_it() -> None:
 
 
 def test_experts_are_cut_over_their_replicas_and_all_else_over_all_ranks() -> None:
-    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
-    dense, experts = parameters.num_dense, parameters.num_experts
+    dense, experts = OF_TINY.num_dense, OF_TINY.num_experts
     for zero, dtype in product((0, 1, 2, 3), ("fp32", "bf16")):
         a = {"fp32": 4, "bf16": 2}[dtype]
-        rest = states_of(parameters, EIGHT, Training(1, 16, zero, dtype)).rest
+        rest = states_of(OF_TINY, EIGHT, Training(1, 16, zero, dtype)).rest
         updated = dense + experts if zero == 0 else dense / 8 + experts / 4
         stored = dense / 8 + experts / 4 if zero == 3 else dense + experts
         assert rest[kept.PARAMETERS] == pytest.approx(a * stored)
@@ -148,15 +148,14 @@ def test_the_peak_is_that_of_one_moment_and_checkpointing_chunks_and_recompute_t
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_update_by_torchs_adam_takes_two_numbers_for_each_that_is_updated_at_a_time(zero: int, dtype: str) -> None:
     """Tensor by tensor without ZeRO, a group's part with it."""
-    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
     most = {}
     for optimizer in ("torch_adam", "momentum"):
-        steps = states_of(parameters, EIGHT, Training(1, 16, zero, dtype, optimizer=optimizer)).steps
+        steps = states_of(OF_TINY, EIGHT, Training(1, 16, zero, dtype, optimizer=optimizer)).steps
         most[optimizer] = max(each[kept.STEP] for each in steps)
-    dense, experts = parameters.num_dense / 8, parameters.num_experts / 4
-    updated = max(dense, experts) if zero else max(*parameters.dense, *parameters.experts)
+    dense, experts = OF_TINY.num_dense / 8, OF_TINY.num_experts / 4
+    updated = max(dense, experts) if zero else max(*OF_TINY.dense, *OF_TINY.experts)
     # Beside them, gradients in fp32: of all parameters without ZeRO, which is none where they are fp32 as they are.
-    beside = 4 * (updated if zero else dtype == "bf16" and parameters.num_dense + parameters.num_experts)
+    beside = 4 * (updated if zero else dtype == "bf16" and OF_TINY.num_dense + OF_TINY.num_experts)
     assert most["torch_adam"] == pytest.approx(beside + 8 * updated)
     # At stages 1 and 2 in bf16 they were copied from gradients in bf16, which lie end to end beside; at 3 as well.
     copied = 2 * updated if dtype == "bf16" and zero else 0
@@ -164,11 +163,10 @@ def test_an_update_by_torchs_adam_takes_two_numbers_for_each_that_is_updated_at_
 
 
 def test_at_stage_3_small_parameters_stay_and_a_billion_are_updated_at_a_time() -> None:
-    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
     head = []
     for persistence in (0, 100, 10_000):
-        states = states_of(parameters, EIGHT, Training(1, 16, 3, "bf16", persistence=persistence))
-        stays = 2 * sum(each for each in parameters.dense if each < persistence)
+        states = states_of(OF_TINY, EIGHT, Training(1, 16, 3, "bf16", persistence=persistence))
+        stays = 2 * sum(each for each in OF_TINY.dense if each < persistence)
         assert states.rest[kept.GATHERED] == stays
         head.append(states.head[kept.GATHERED] + stays)
     assert len(set(head)) == 1
@@ -200,14 +198,13 @@ def test_a_gpu_holds_the_default_groups_communicator_and_those_that_the_engine_m
 
 @pytest.mark.parametrize("message", [0, 500, 10_000])
 def test_at_stage_3_a_message_that_is_sent_ahead_is_held_beside_what_was_gathered(message: int) -> None:
-    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
-    whole = parameters.num_dense + parameters.num_experts
+    whole = OF_TINY.num_dense + OF_TINY.num_experts
     for prefetch, ahead in ((message, message), (10**9, whole)):
-        states = states_of(parameters, EIGHT, Training(1, 16, 3, "bf16", persistence=0, prefetch_bucket=prefetch))
+        states = states_of(OF_TINY, EIGHT, Training(1, 16, 3, "bf16", persistence=0, prefetch_bucket=prefetch))
         assert sum(states.head.values()) == 2 * (whole + ahead)
         # In the backward of a block what lies behind it has gone.
-        of_blocks = zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)
-        there = parameters.num_embedding
+        of_blocks = zip(OF_TINY.experts_of_block, OF_TINY.dense_of_block, strict=True)
+        there = OF_TINY.num_embedding
         for found, of_block in zip(states.before, of_blocks, strict=True):
             there += sum(of_block)
             assert sum(found.values()) == 2 * (there + ahead)
@@ -341,14 +338,13 @@ def test_adapters_alone_have_gradients_masters_and_states() -> None:
 
 
 def test_states_of_eight_bits_and_states_on_the_host() -> None:
-    parameters = Parameters.of(TINY, TINY.blocks, EIGHT)
-    held = parameters.num_dense / 8 + parameters.num_experts / 4
-    eight = states_of(parameters, EIGHT, Training(1, 16, 1, optimizer="adam8bit")).rest
+    held = OF_TINY.num_dense / 8 + OF_TINY.num_experts / 4
+    eight = states_of(OF_TINY, EIGHT, Training(1, 16, 1, optimizer="adam8bit")).rest
     assert eight[kept.OPTIMIZER] == pytest.approx(2 * (1 + 4 / 256) * held)
     for zero in (1, 2):
-        states = states_of(parameters, EIGHT, Training(1, 16, zero, offload=True))
+        states = states_of(OF_TINY, EIGHT, Training(1, 16, zero, offload=True))
         assert not {kept.MASTERS, kept.OPTIMIZER} & states.rest.keys()
-        largest = max(*parameters.dense, *parameters.experts)
+        largest = max(*OF_TINY.dense, *OF_TINY.experts)
         # Masters, their gradients, two moments, and what is copied back; room for one gradient.
         assert sum(states.host.values()) == pytest.approx((4 + 4 + 8 + 2) * held + 2 * largest)
 
