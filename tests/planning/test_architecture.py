@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and operations of a model's blocks, against loops and matrices written out (tests/test_architectures.py has
-those of transformers); and what a ``config.json`` says is planned, family by family, or refused in one sentence."""
+"""Parameters and operations of a model's blocks, against loops and matrices (in test_architectures.py, those of
+transformers); and what a ``config.json`` says is planned, family by family, or refused in one sentence."""
 
 from __future__ import annotations
 
