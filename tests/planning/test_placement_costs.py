@@ -108,44 +108,27 @@ def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     assert (found.inter, found.intra) == pytest.approx((inter, intra))
 
 
-@pytest.mark.parametrize(("way", "degrees"), covering(sorted(WAYS), ((1, 1), (2, 3), (3, 3))))
-def test_a_layer_without_pressure_takes_what_is_predicted_of_its_calls(way: str, degrees) -> None:
+@pytest.mark.parametrize(
+    ("way", "degrees", "is_serial"), covering(sorted(WAYS), ((1, 1), (2, 3), (3, 3)), (False, True))
+)
+def test_a_layer_takes_what_is_predicted_of_its_calls_with_sizes_times_the_pressure(way, degrees, is_serial) -> None:
     groups, alltoall = WAYS[way]
-    plan = LayerPlan(BlockPlan(degrees[0], "paper"), BlockPlan(degrees[1], "paper"), alltoall)
+    plan = LayerPlan(*(BlockPlan(each, "paper") for each in degrees), alltoall)
     shape, contention = shape_for(alltoall), Contention(0.3, 0.1, 0.2)
-    expected = []
-    for backward, block in enumerate((plan.forward, plan.backward)):
-        phase = PhasePlan(block, groups, bool(backward), alltoall)
-        same = degrees[0] == degrees[1]
-        expected.append(call_timeline(phase.schedule, phase, shape, COSTS, same, contention).makespan_ms)
-    for recompute in (False, True):
-        prices = Prices(shape, groups, plan, COSTS, 0.0, alltoall, contention, recompute=recompute)
-        assert prices.layer_ms(BALANCED) == pytest.approx((1 + recompute) * expected[0] + expected[1])
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_after_another_tasks_take_their_sizes_times_the_pressure(way: str) -> None:
-    groups, alltoall = WAYS[way]
-    across = 5.0 if way == "one node" else 3.0
-    factors = {EXPERT: 2.0, GATHER: 2.0, REDUCE: 2.0, A2A_IN: across, A2A_OUT: across}
-    factors |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT), 5.0)
-    plan, shape = LayerPlan(BlockPlan(2), BlockPlan(1), alltoall), shape_for(alltoall)
-    expected, kinds = 0.0, set()
-    for backward, block in enumerate((plan.forward, plan.backward)):
-        phase = PhasePlan(block, groups, bool(backward), alltoall)
-        for span in call_timeline(phase.schedule, phase, shape, COSTS, is_serial=True).spans:
-            task = span.task
-            if task.kind != HOLD:
-                kinds.add(task.kind)
-                expected += COSTS.forward[task.kind].ms(task.size * factors[task.kind], task.launches)
-    prices = Prices(shape, groups, plan, COSTS, 0.0, alltoall, is_serial=True)
-    assert prices.layer_ms(PRESSURE) == pytest.approx(expected)
-    assert kinds >= {A2A_IN, EXPERT, A2A_OUT}
-    assert (A2A_IN_NODE in kinds, SPREAD in kinds, GATHER in kinds) == (
-        way == "2dh",
-        way == "once per node",
-        way == "sharded experts",
-    )
+    for pressure in (BALANCED, PRESSURE):
+        of_kinds = dict.fromkeys((EXPERT, GATHER, REDUCE), pressure.compute)
+        of_kinds |= dict.fromkeys((A2A_IN, A2A_OUT), pressure.intra if way == "one node" else pressure.inter)
+        of_kinds |= dict.fromkeys((A2A_IN_NODE, A2A_OUT_NODE, SPREAD, COLLECT, HOLD), pressure.intra)
+        costs = LayerCosts.written(
+            {kind: replace(cost, beta_ms=cost.beta_ms * of_kinds[kind]) for kind, cost in COSTS.forward.items()}
+        )
+        how, expected_ms = (costs, degrees[0] == degrees[1], contention, is_serial), []
+        for backward, block in enumerate((plan.forward, plan.backward)):
+            phase = PhasePlan(block, groups, bool(backward), alltoall)
+            expected_ms.append(call_timeline(phase.schedule, phase, shape, *how).makespan_ms)
+        for recompute in (False, True):
+            prices = Prices(shape, groups, plan, COSTS, 0.0, alltoall, contention, is_serial, recompute=recompute)
+            assert prices.layer_ms(pressure) == pytest.approx((1 + recompute) * expected_ms[0] + expected_ms[1])
 
 
 def test_an_even_exchange_is_an_all_to_all_and_of_others_the_fullest_port_counts() -> None:
