@@ -177,7 +177,7 @@ def test_a_few_layers_of_each_shape_tell_what_all_of_them_take(zero: int, length
     wanted, found = (choose_ep_size([*of.values()]) for of in (whole, few))
     assert whole[found.best.ep].step_ms <= 1.02 * wanted.best.step_ms
     assert found.runner_up_costs == pytest.approx(wanted.runner_up_costs, rel=0.06)
-    # An expert of several layers lies alike in all.
+    # Layers with other numbers of experts lie alike: over what divides all of them.
     assert [each.ep for each in replace(job, shapes=(shape, replace(shape, E=6))).layouts()] == [1, 2]
 
 

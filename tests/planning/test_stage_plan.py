@@ -42,10 +42,7 @@ def equal_layers(
     return pipeline_of_layers(TESTBED, groups, layers, SHAPE), Planner(kind_costs(TESTBED, groups), settings)
 
 
-# ---- what stages have to do
-
-
-# ---- what they send
+# ---- what stages send
 
 
 def test_stages_in_one_node_send_inside_it_and_others_between_nodes() -> None:
