@@ -149,18 +149,6 @@ def test_times_are_those_of_the_schedules(layout: str, phase: str, contention: i
             assert found_ms == pytest.approx(expected_ms, rel=1e-9), (order, grads_ms)
 
 
-def test_only_the_papers_own_layout_and_orders_on_ideal_lanes_have_a_closed_form() -> None:
-    costs = random_costs(random.Random(3))
-    for layout in LAYOUTS:
-        times = BlockTimes(layer_of(layout).backward, costs, grad_lanes=grad_lanes_of(layout))
-        is_papers = layout in ("the paper's", "all-to-all between nodes only")
-        assert times.is_papers == is_papers, layout
-        assert times.has_closed_form(Order(4)) == is_papers
-        assert not times.has_closed_form(Order(4, "reduce_first"))
-    for contention, host_ms in ((CONTENTIONS[1], 0.0), (CONTENTIONS[0], 0.01)):
-        assert not BlockTimes(layer_of("the paper's").forward, costs, contention, host_ms).has_closed_form(Order(2))
-
-
 def test_the_papers_choice_is_never_better_and_falls_back_where_it_does_not_apply() -> None:
     rng = random.Random(5)
     for layout in LAYOUTS:
