@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -19,8 +18,8 @@ from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT, EXPERT_GRAD, GRAD, HOLD, Schedule
-from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
-from ds_fsmoe.planning.workload import Layer, Shape, Work, kind_costs, layer_work
+from ds_fsmoe.planning.timeline import Contention
+from ds_fsmoe.planning.workload import Shape, Work, kind_costs, layer_work
 from tests.covering import covering
 from tests.planning.layers import LAYOUTS, SHAPE, plan_by_switches, random_costs
 
@@ -35,8 +34,8 @@ def costs_of(testbed: str) -> dict[str, LinearCost]:
     return dict(kind_costs(load_cluster(f"testbed_{testbed}"), TESTBEDS[testbed]))
 
 
-def check_laws(plan: ModelPlan, costs: dict, contention: Contention = IDEAL, host_ms: float = 0.0) -> None:
-    """Bytes of gradients and tokens, one task at a time on a lane, and expert gradients behind what they are of."""
+def check_laws(plan: ModelPlan) -> None:
+    """Bytes of gradients and tokens, and expert gradients behind what they are of."""
     layers = plan.layers[::-1]
     forward, backward = plan.schedules()
     for kind in (GRAD, EXPERT_GRAD):
@@ -51,10 +50,6 @@ def check_laws(plan: ModelPlan, costs: dict, contention: Contention = IDEAL, hos
         for index, layer in enumerate(layers if phase == "backward" else plan.layers):
             again = layer.forward.moe.expert.size if phase == "backward" and layer.recompute else 0.0
             assert done[index] == pytest.approx(getattr(layer, phase).moe.expert.size + again)
-        spans = simulate(schedule, costs, contention, host_ms).spans
-        for indices in schedule.lanes.values():
-            for first, second in pairwise(indices):
-                assert spans[second].start_ms >= spans[first].end_ms - 1e-9
     check_expert_gradients(plan, backward)
 
 
@@ -75,16 +70,18 @@ def check_expert_gradients(plan: ModelPlan, backward: Schedule) -> None:
             assert needed <= ancestors[-1], "an expert gradient travels before it exists"
 
 
-def check_systems(layers: list[Layer], planner: Planner) -> None:
-    """Every system's plan keeps the laws and its limits, none is faster than the bound, and best is as fast as any."""
-    settings, steps_ms = planner.settings, {}
+@pytest.mark.parametrize(("layout", "recompute", "how"), covering(sorted(PLACED), (False, True), (0, 1, 2)))
+def test_every_systems_plan_keeps_all_laws_and_best_is_as_fast_as_any(layout: str, recompute: bool, how: int) -> None:
+    costs = random_costs(random.Random(f"{layout}{recompute}{how}"))
+    first, second = (layer_work(shape, *PLACED[layout], recompute) for shape in (SHAPE, OTHER))
+    layers, steps_ms = [first, second, first], {}
+    planner = Planner(costs, Settings(*HOWS[how], max_degree=MAX_DEGREE, min_gain=0.0))
     # best may use one chunk more than others where all are uncut.
-    bounds_ms = step_bounds_ms(layers, planner.costs, settings.max_degree + 1)
+    bounds_ms = step_bounds_ms(layers, costs, MAX_DEGREE + 1)
     for name in NAMES:
         plan = plan_by_name(planner, name, layers)
-        check_laws(plan, planner.costs, settings.contention, settings.host_ms)
-        degrees = [each.degree for each in (*plan.forward, *plan.backward)]
-        assert max(degrees) <= settings.max_degree, name
+        check_laws(plan)
+        assert max(each.degree for each in (*plan.forward, *plan.backward)) <= MAX_DEGREE, name
         # Lina's follow from the bytes of each layer.
         if name in PRESETS and PRESETS[name]().pipeline in ("off", "common"):
             assert [each.degree for each in plan.forward] == [each.degree for each in plan.backward[::-1]], name
@@ -93,14 +90,6 @@ def check_systems(layers: list[Layer], planner: Planner) -> None:
             assert time_ms >= bound_ms * (1 - 1e-9), name
         steps_ms[name] = sum(times_ms)
     assert steps_ms["best"] <= min(steps_ms.values()) * 1.01, steps_ms
-
-
-@pytest.mark.parametrize(("layout", "recompute", "how"), covering(sorted(PLACED), (False, True), (0, 1, 2)))
-def test_every_systems_plan_keeps_all_laws_and_best_is_as_fast_as_any(layout: str, recompute: bool, how: int) -> None:
-    costs = random_costs(random.Random(f"{layout}{recompute}{how}"))
-    first, second = (layer_work(shape, *PLACED[layout], recompute) for shape in (SHAPE, OTHER))
-    settings = Settings(*HOWS[how], max_degree=MAX_DEGREE, min_gain=0.0)
-    check_systems([first, second, first], Planner(costs, settings))
 
 
 @pytest.mark.parametrize("testbed", ["a", "b"])
@@ -181,7 +170,7 @@ def test_every_switch_goes_with_every_other(links: str, solver: str) -> None:
     for pipeline in ("off", "common", "per_phase", "by_bytes"):
         for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
             plan = plan_by_switches(planner, Switches(pipeline, links, mode), layers)
-            check_laws(plan, planner.costs)
+            check_laws(plan)
             degrees = {each.degree for each in (*plan.forward, *plan.backward)}
             assert degrees == {1} if pipeline == "off" else len(degrees) == 1 or pipeline == "per_phase"
 
