@@ -207,24 +207,6 @@ def test_stages_behind_the_first_try_their_best_with_its_gradients_at_the_end_wh
     assert nothing[0] == nothing[1]
 
 
-def test_a_plan_that_is_run_by_its_orders_tells_the_alternatives_of_the_one_that_is_predicted() -> None:
-    flat = layer_of(made_up(2), BUSY)
-    search = search_of({"flat": flat, "2dh": layer_of(made_up(4), BUSY)})
-    plan = search.fastest()
-    again, *_ = search.refinements(plan, plan, plan)
-    assert orders_of(again) == orders_of(plan)
-    for found, told in zip(again.choices(0), plan.choices(0), strict=True):
-        assert found.runner_up is not None
-        for name in ("runner_up", "runner_up_ms", "unchunked_ms", "auto_degree"):
-            assert getattr(found, name) == getattr(told, name)
-    assert [set(each) for each in again.alltoalls_ms] == [{"flat", "2dh"}]
-    # So does one that was chosen after trials.
-    other = asking(search_of({"flat": flat}), orders=[(THREE, FOUR)]).whole()
-    for choice, preferred in zip(other.choices(0), search_of({"flat": flat}).fastest().choices(0), strict=True):
-        assert choice.auto_degree == preferred.auto_degree
-        assert choice.runner_up not in (None, choice.order.degree)
-
-
 # ---- two halves that take turns
 
 

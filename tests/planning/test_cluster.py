@@ -246,15 +246,6 @@ def test_a_file_that_is_no_json_or_no_object_is_refused(tmp_path: Path, text: st
         loaded(tmp_path, text)
 
 
-def test_an_unknown_cluster_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
-    choices = f"the choices are {', '.join(names())}, or the path of a JSON file"
-    with pytest.raises(ValueError, match=r"no cluster or file 'testbedb': did you mean 'testbed_b'[?]$"):
-        load_cluster("testbedb")
-    for nothing in ("zzz", "", str(tmp_path), str(tmp_path / "missing.json")):
-        with pytest.raises(ValueError, match=f"no cluster or file .*: {choices}"):
-            load_cluster(nothing)
-
-
 # ---- what is checked beyond that
 
 

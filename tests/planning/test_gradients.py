@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
-from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes, micro_op_ends, num_micro_ops
+from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.gradient_plan import (
     ALIGNED_ELEMENTS,
@@ -42,7 +42,7 @@ from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD, Lane
 from ds_fsmoe.planning.timeline import Contention, Timeline
-from ds_fsmoe.planning.workload import MoEWork, Shape, Stage, Work, layer_work
+from ds_fsmoe.planning.workload import MoEWork, Shape, Stage, Work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 
 INTER = (Lane.INTER,)
@@ -521,23 +521,6 @@ def test_an_alltoall_waits_for_no_slice_that_was_not_under_way_and_none_is_insid
     assert inside or layout != "no expert parallelism"
 
 
-def test_slices_of_a_layer_are_those_of_its_tensors() -> None:
-    layer = layer_work(Shape(B=1, L=8, M=24, H=40, E=8, K=1, heads=6, kv_heads=2), Groups(16, 4, mp=4, esp=1, ep=2))
-    # The gate, what attention gives, its values and keys, its queries; then two weights of four experts.
-    tensors = {GRAD: [24 * 8, 24 * 24 // 4, 24 * 8 // 4, 24 * 8 // 4, 24 * 24 // 4], EXPERT_GRAD: [24 * 40] * 8}
-    for each in layer.gradients:
-        assert each.tensors_bytes == tuple(4 * numel for numel in tensors[each.kind])
-        assert each.size_bytes == 4 * sum(tensors[each.kind])
-    planner = Planner(random_costs(random.Random(5)), Settings(chunk_bytes=500))
-    plan = plan_by_name(planner, "lina", [layer] * 3)
-    blocks = [slices for each in plan.backward for slices in (each.moe_slices, each.dense_slices)]
-    for kind, numels in tensors.items():
-        sent = [each.size_bytes for slices in (*blocks, plan.tail) for each in slices if each.kind == kind]
-        assert len(sent) == 3 * sum(-(-4 * numel // 500) for numel in numels)
-        assert max(sent) <= 500
-        assert sum(sent) == 3 * 4 * sum(numels)
-
-
 def test_slices_begin_while_there_is_room_and_the_last_may_overrun() -> None:
     cost = LinearCost(0.0, 1e-3)
     pieces = [QueuedGradient(GRAD, INTER, 2500, cost, -1, (2300, 200)), QueuedGradient(GRAD, INTER, 1000, cost, 0)]
@@ -549,15 +532,3 @@ def test_slices_begin_while_there_is_room_and_the_last_may_overrun() -> None:
     assert sizes == [[], [766, 767], [], [767, 200, 1000]]
     assert found.tail == ()
     assert found.extra_ms == pytest.approx(0.333)
-
-
-@UNHURRIED
-@given(st.integers(0, 5000), st.integers(1, 90))
-def test_micro_ops_are_as_few_and_as_equal_as_can_be(size: int, most: int) -> None:
-    count = num_micro_ops(size, most)
-    ends = micro_op_ends(size, count)
-    parts = [stop - first for first, stop in zip((0, *ends), ends, strict=False)]
-    assert sum(parts) == size
-    assert max(parts) <= most
-    assert max(parts) - min(parts) <= 1
-    assert count == 1 or (count - 1) * most < size

@@ -104,15 +104,12 @@ def test_arrays_of_another_kind_are_refused(name: str) -> None:
 
 def test_paths_and_choices_of_other_shapes_are_refused() -> None:
     profile = PathProfile(4, 2)
-    for paths, choices in (
-        (np.zeros((3, 3), int), np.zeros((3, 1), int)),
-        (np.zeros((3, 2), int), np.zeros((2, 1), int)),
-        (np.zeros((3, 2), int), np.zeros(3, int)),
-        (np.full((3, 2), 5), np.zeros((3, 1), int)),
-        (np.full((3, 2), -1), np.zeros((3, 1), int)),
-    ):
+    for paths, choices in (((3, 3), (3, 1)), ((3, 2), (2, 1)), ((3, 2), (3,))):
         with pytest.raises(ValueError, match=r"must be|numbers outside"):
-            profile.add(paths, choices)
+            profile.add(np.zeros(paths, int), np.zeros(choices, int))
+    for number in (5, -1):
+        with pytest.raises(ValueError, match=r"must be|numbers outside"):
+            profile.add(np.full((3, 2), number), np.zeros((3, 1), int))
     with pytest.raises(ValueError, match="k = 0"):
         profile.estimate(np.zeros((1, 1), int), 0)
     with pytest.raises(ValueError, match="2\\^63"):
@@ -228,16 +225,3 @@ def test_layers_with_different_experts_have_one_number_of_ranks() -> None:
         ["2", "or", "6", "4", "2.000", "2.000"],
     ]
     assert lines[0].split("  ")[0].strip() == "experts per rank"
-
-
-@pytest.mark.parametrize(
-    ("experts", "sizes", "time_ms", "message"),
-    [
-        ([8, 6], [1, 2, 4], 1.0, r"ep_sizes = \[1, 2, 4\]: must be numbers of ranks that divide \[6, 8\] experts"),
-        ([8], [0, 1], 1.0, r"ep_sizes = \[0, 1\]: must be"),
-        ([8], [1, 2], float("nan"), "times must be finite and at least 0"),
-    ],
-)
-def test_what_cannot_be_packed_is_refused(experts: list[int], sizes: list[int], time_ms: float, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack(experts, sizes, lambda ranks: time_ms, lambda ranks: time_ms)

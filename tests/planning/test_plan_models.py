@@ -127,17 +127,6 @@ def test_groups_of_a_real_model_are_what_training_takes_by_itself(own: Path, opt
     assert default == sizes
 
 
-@pytest.mark.parametrize(("cluster", "gpus", "nodes"), [("testbed_a", 8, 1), ("testbed_a", 8, 16), ("testbed_b", 4, 3)])
-def test_a_known_model_is_the_same_on_every_cluster(cluster: str, gpus: int, nodes: int, capsys) -> None:
-    step = ["--length", "64", "--layers", "2", "--max-degree", "1", "--nodes", str(nodes)]
-    assert cli.main(["plan", "--cluster", cluster, "--model", "mixtral-8x7b", *step]) == 0
-    said = capsys.readouterr().out
-    assert "\nexperts  E = 8, k = 2, H = 14336\n" in said
-    sizes = f"--mp 1 --expert-tensor-parallel-size 1 --ep-size {gpus}"
-    assert f"\ndefault  --samples 1 --dtype bf16 {sizes}\n" in said
-    assert f"groups   {gpus * nodes} ranks" in said
-
-
 def test_the_groups_of_experts_that_a_model_chooses_from_are_counted(capsys) -> None:
     """Of DeepSeek-V3's 8 groups a token takes 4: on 8 nodes its experts lie on 4 at the most, in one group each."""
     step = ["--layers", "4", "--length", "64", "--nodes", "8", "--ep", "32", "--max-degree", "1"]

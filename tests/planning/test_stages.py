@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from ds_fsmoe.planning.block import ORDERS, BlockPlan, block_schedule
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call, moe_work
 from ds_fsmoe.planning.cost import LayerCosts, LinearCost
-from ds_fsmoe.planning.decide import rules
 from ds_fsmoe.planning.decide.block_times import BlockTimes, Order, order_words
 from ds_fsmoe.planning.decide.bounds import lower_bound_ms
 from ds_fsmoe.planning.decide.plan import Planner
@@ -272,14 +271,6 @@ def test_without_narrow_wires_there_is_nothing_to_choose() -> None:
     assert {each.degree for each in found if each.conversions == "compute"} == set(range(2, 9))
     # In halves the other half computes meanwhile.
     assert {each.conversions for each in space.orders_of(sub_batch_moe(narrow), False, is_two_batch=True)} == {"links"}
-
-
-def test_what_is_asked_for_runs_as_written_and_a_rule_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    of = converting(2.0, 3.0)
-    space = SearchSpace.of("fsmoe", 8).with_degrees(3, 3, "paper")
-    assert [each.order for each in Planner({}).choose(of, space)] == [Order(3, "paper")] * 2
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES, lambda proposal: proposal.order.conversions == "links"])
-    assert {each.conversions for each in chosen(of)} == {"links"}
 
 
 @given(st.integers(1, 5), st.sampled_from(ORDERS), st.booleans(), st.sampled_from(ALLTOALLS))
