@@ -324,13 +324,13 @@ def test_twice_the_layers_and_twice_the_kinds_take_twice_the_work_at_the_most(gr
             assert len(of.refinements(first, first, second)) > 1
         return sum(counts)
 
-    few = simulated(4, 1)
-    assert simulated(8, 1) <= 2.2 * few
-    assert simulated(8, 2) <= 2.2 * few
+    few = simulated(8, 1)
+    assert simulated(16, 1) <= 2.2 * few
+    assert simulated(16, 2) <= 2.2 * few
     if not gradients:
         # A way to run a layer is simulated once for all plans that are tried.
         with counting() as counts:
-            search_over(4, 1).fastest()
+            search_over(8, 1).fastest()
         assert 0 < few <= 2.2 * sum(counts)
 
 
