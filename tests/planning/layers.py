@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from ds_fsmoe.planning import schedule as kinds
 from ds_fsmoe.planning.block import CONVERSIONS, BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cost import Cost, HostCost, LayerCosts, LinearCost, SwitchedCost
@@ -24,34 +25,15 @@ from ds_fsmoe.planning.decide.rules import Proposal, may_be_chosen
 from ds_fsmoe.planning.decide.search import Choice, choose
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.measured import BACKWARD, BACKWARD_ANEW, DEQUANTISED, QUANTISED, LayerProfile
-from ds_fsmoe.planning.schedule import (
-    A2A_IN,
-    A2A_IN_NODE,
-    A2A_OUT,
-    A2A_OUT_NODE,
-    ATTENTION,
-    EXPERT,
-    EXPERT_GRAD,
-    GATHER,
-    GRAD,
-    HOLD,
-    MP_GATHER,
-    MP_REDUCE,
-    ORDER,
-    REDUCE,
-    RESTORE,
-    ROUTE,
-    SOFTMAX,
-    Lane,
-    Schedule,
-)
+from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Contention, simulate
 from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Shape, Stage, Work, layer_work
 from tests.planning.measured_layers import GROUPS, SIZES, line, made_up
 
 KINDS = (
-    *(A2A_IN, A2A_OUT, A2A_IN_NODE, A2A_OUT_NODE, GATHER, REDUCE, EXPERT, GRAD, EXPERT_GRAD),
-    *(MP_GATHER, MP_REDUCE, ATTENTION, SOFTMAX, ROUTE, ORDER, RESTORE),
+    *(kinds.A2A_IN, kinds.A2A_OUT, kinds.A2A_IN_NODE, kinds.A2A_OUT_NODE, kinds.GATHER, kinds.REDUCE),
+    *(kinds.EXPERT, kinds.GRAD, kinds.EXPERT_GRAD, kinds.MP_GATHER, kinds.MP_REDUCE, kinds.ATTENTION, kinds.SOFTMAX),
+    *(kinds.ROUTE, kinds.ORDER, kinds.RESTORE),
 )
 SHAPE = Shape(B=2, L=12, M=8, H=24, E=8, K=2, capacity_factor=1.5, heads=2)
 
@@ -101,11 +83,11 @@ def random_costs(rng: random.Random, alphas: float = 0.3) -> dict[str, LinearCos
     """A cost for every kind, with which a layer of ``SHAPE`` takes milliseconds; some start-ups and slopes are 0."""
     costs = {}
     for kind in KINDS:
-        unit = 1e-4 if kind in (EXPERT, ATTENTION) else 3e-3
+        unit = 1e-4 if kind in (kinds.EXPERT, kinds.ATTENTION) else 3e-3
         slope = rng.choice([0.0, *[unit * rng.random()] * 7])
         costs[kind] = LinearCost(rng.choice([0.0, alphas * rng.random()]), slope)
-    costs[A2A_OUT], costs[A2A_OUT_NODE] = costs[A2A_IN], costs[A2A_IN_NODE]
-    costs[HOLD] = LinearCost(0.0, 0.0)
+    costs[kinds.A2A_OUT], costs[kinds.A2A_OUT_NODE] = costs[kinds.A2A_IN], costs[kinds.A2A_IN_NODE]
+    costs[kinds.HOLD] = LinearCost(0.0, 0.0)
     return costs
 
 
@@ -114,17 +96,22 @@ def bare_block(phase: Phase) -> tuple[BlockWork, dict[str, LinearCost]]:
     inter, intra = (Lane.INTER,), (Lane.INTRA,)
     moe = MoEWork(
         (
-            Stage(A2A_IN, inter, phase.a2a.size, phase.a2a.launches, group="ep"),
-            Stage(GATHER, intra, phase.gather.size, phase.gather.launches, is_inner=True, group="esp"),
+            Stage(kinds.A2A_IN, inter, phase.a2a.size, phase.a2a.launches, group="ep"),
+            Stage(kinds.GATHER, intra, phase.gather.size, phase.gather.launches, is_inner=True, group="esp"),
         ),
-        Work(EXPERT, (Lane.COMPUTE,), phase.expert.size, phase.expert.launches),
+        Work(kinds.EXPERT, (Lane.COMPUTE,), phase.expert.size, phase.expert.launches),
         (
-            Stage(REDUCE, intra, phase.reduce.size, phase.reduce.launches, is_inner=True, group="esp"),
-            Stage(A2A_OUT, inter, phase.a2a.size, phase.a2a.launches, group="ep"),
+            Stage(kinds.REDUCE, intra, phase.reduce.size, phase.reduce.launches, is_inner=True, group="esp"),
+            Stage(kinds.A2A_OUT, inter, phase.a2a.size, phase.a2a.launches, group="ep"),
         ),
     )
-    costs = {A2A_IN: phase.a2a.cost, A2A_OUT: phase.a2a.cost, GATHER: phase.gather.cost, EXPERT: phase.expert.cost}
-    costs |= {REDUCE: phase.reduce.cost, GRAD: LinearCost(phase.grad_ms, 0.0)}
+    costs = {
+        kinds.A2A_IN: phase.a2a.cost,
+        kinds.A2A_OUT: phase.a2a.cost,
+        kinds.GATHER: phase.gather.cost,
+        kinds.EXPERT: phase.expert.cost,
+    }
+    costs |= {kinds.REDUCE: phase.reduce.cost, kinds.GRAD: LinearCost(phase.grad_ms, 0.0)}
     return BlockWork((), moe, ()), costs
 
 
@@ -136,7 +123,7 @@ def choice_of(times: BlockTimes, orders: list[Order], grad_ms: float = 0.0, solv
 
 def bare_schedule(phase: Phase, degree: int, with_gradient: bool = True) -> Schedule:
     """The schedule of ``bare_block``, the gradient as one slice behind the last tokens that come in."""
-    slices = (Slice(GRAD, (Lane.INTER,), 0.0),) if with_gradient else ()
+    slices = (Slice(kinds.GRAD, (Lane.INTER,), 0.0),) if with_gradient else ()
     return block_schedule(bare_block(phase)[0], BlockPlan(degree, phase.links, moe_slices=slices))
 
 
@@ -321,7 +308,7 @@ def choices_to_make(draw: st.DrawFn) -> tuple[Planner, Layer, SearchSpace, tuple
     """A planner, a layer that was measured or is written of in any layout, what a system leaves open of it, and the
     gradients that its backward sends.
 
-    Lina's chunks follow from bytes and not from times: see test_micro_ops.py.
+    Lina's chunks follow from bytes and not from times: see test_gradients.py.
     """
     settings = Settings(
         draw(st.sampled_from((*CONTENTIONS, Contention(links=0.9)))),
@@ -337,7 +324,7 @@ def choices_to_make(draw: st.DrawFn) -> tuple[Planner, Layer, SearchSpace, tuple
     if draw(st.booleans()):
         layout = draw(st.sampled_from(sorted(LAYOUTS)))
         layer, lanes = layer_of(layout), grad_lanes_of(layout)
-        sent = tuple(Slice(GRAD, lanes, size) for size in draw(st.sampled_from(((), (), (60.0,), (900.0,)))))
+        sent = tuple(Slice(kinds.GRAD, lanes, size) for size in draw(st.sampled_from(((), (), (60.0,), (900.0,)))))
     else:
         layer = draw(measured_layers(issues_ahead=draw(st.booleans())))
     space = settings.space(draw(st.sampled_from([each for each in NAMES if each != "lina"])))

@@ -15,30 +15,25 @@ from ds_fsmoe.planning.cost import Fit, LinearCost, SwitchedCost, fit, fit_switc
 
 def test_a_cost_is_a_start_up_per_launch_and_a_slope_per_unit() -> None:
     cost = LinearCost(0.5, 0.25)
-    assert cost.ms(8) == 2.5
-    assert cost.ms(8, launches=3) == 3.5
-    assert cost.ms(0) == 0.5
+    assert (cost.ms(8), cost.ms(8, launches=3), cost.ms(0)) == (2.5, 3.5, 0.5)
+    for coefficients in ((-1.0, 0.0), (0.0, -1.0), (float("nan"), 0.0), (0.0, float("inf"))):
+        with pytest.raises(ValueError, match="must be a finite number of at least 0"):
+            LinearCost(*coefficients)
 
 
 def test_a_line_is_fitted_and_a_bad_fit_is_not_called_good() -> None:
     sizes = [2.0**i for i in range(10, 25, 2)]
     exact = fit(sizes, [0.25 + 3e-7 * n for n in sizes])
-    assert exact.cost.alpha_ms == pytest.approx(0.25)
-    assert exact.cost.beta_ms == pytest.approx(3e-7)
-    assert exact.r2 == pytest.approx(1.0)
+    assert (exact.cost.alpha_ms, exact.cost.beta_ms, exact.r2) == pytest.approx((0.25, 3e-7, 1.0))
     assert exact.worst_share < 1e-9
     assert exact.is_good
     hardly_growing = fit(sizes, [0.25 + 0.001 * (i % 2) for i in range(len(sizes))])
     assert hardly_growing.r2 < 0.5
     assert hardly_growing.is_good
-    bad = fit([1, 2, 3, 4], [5, 1, 4, 2])
-    assert not bad.is_good
-
-
-def test_a_fit_never_goes_below_zero() -> None:
-    assert fit([1, 2, 3], [0.5, 2.0, 3.5]).cost.alpha_ms == 0.0
-    falling = fit([1, 2, 3], [3.0, 2.0, 1.0]).cost
-    assert (falling.alpha_ms, falling.beta_ms) == (pytest.approx(2.0, rel=1e-2), 0.0)
+    assert not fit([1, 2, 3, 4], [5, 1, 4, 2]).is_good
+    # What a fit is typically off by is the root of the mean square.
+    found = Fit(LinearCost(0.0, 2.0), 0.9, (5.0, 10.0, 20.0, 40.0), (3.0, -4.0, 0.0, 0.0))
+    assert (found.typical_share, found.worst_share) == (pytest.approx(math.sqrt((0.3**2 + 0.2**2) / 4)), 0.3)
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -47,63 +42,40 @@ def test_no_line_with_neither_coefficient_below_zero_fits_better(points: list[tu
     sizes, times_ms = zip(*points, strict=True)
     if max(sizes) - min(sizes) < 1e-3 * max(sizes) or max(sizes) == 0:
         return
-    found = fit(sizes, times_ms)
-
-    least_ms = 1e-6 * max(times_ms)
-    if not least_ms:
-        assert found.cost == LinearCost(0.0, 0.0)
-        return
+    found, least_ms = fit(sizes, times_ms).cost, 1e-6 * max(times_ms)
+    assert min(found.alpha_ms, found.beta_ms) >= 0
 
     def loss(alpha: float, beta: float) -> float:
         logs = [math.log(max(alpha + beta * x, least_ms) / max(y, least_ms)) for x, y in points]
         return sum(math.sqrt(1 + (each / 0.1) ** 2) - 1 for each in logs)
 
-    ours = loss(found.cost.alpha_ms, found.cost.beta_ms)
+    ours = loss(found.alpha_ms, found.beta_ms)
     for factor in (0.0, 0.98, 0.99, 1.01, 1.02):
         for other in (0.99, 1.0, 1.01):
-            assert ours <= loss(found.cost.alpha_ms * factor, found.cost.beta_ms * other) + 1e-4 * (1 + ours)
-            assert ours <= loss(found.cost.alpha_ms * other, found.cost.beta_ms * factor) + 1e-4 * (1 + ours)
+            assert ours <= loss(found.alpha_ms * factor, found.beta_ms * other) + 1e-4 * (1 + ours)
+            assert ours <= loss(found.alpha_ms * other, found.beta_ms * factor) + 1e-4 * (1 + ours)
 
 
 def test_a_measurement_that_was_disturbed_hardly_moves_the_line() -> None:
     sizes = [2.0**power for power in range(4, 11)]
     for disturbed in range(len(sizes)):
-        times_ms = [0.5 + 0.01 * size for size in sizes]
-        times_ms[disturbed] *= 5
+        times_ms = [(5 if place == disturbed else 1) * (0.5 + 0.01 * size) for place, size in enumerate(sizes)]
         found = fit(sizes, times_ms).cost
-        for size in sizes:
-            assert found.ms(size) == pytest.approx(0.5 + 0.01 * size, rel=0.2)
-
-
-def test_small_sizes_count_as_much_as_large_ones() -> None:
-    """The largest time is off by a tenth, which is fifty times the smallest: no line through it may miss that one."""
+        assert [found.ms(size) for size in sizes] == pytest.approx([0.5 + 0.01 * size for size in sizes], rel=0.2)
+    # The largest is off by a tenth, which is fifty times the smallest, and counts no more than that one.
     sizes = [1.0, 4.0, 16.0, 64.0, 256.0]
     found = fit(sizes, [0.2 + 0.4 * size for size in sizes[:-1]] + [1.1 * (0.2 + 0.4 * 256)])
     assert found.cost.ms(1.0) == pytest.approx(0.6, rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "times_ms"),
-    [
-        ([1, 2], [1, 2]),
-        ([1, 1, 1], [1, 2, 3]),
-        ([0, 0, 0], [1, 2, 3]),
-        ([1, 2, 3], [1, 2]),
-        ([1, 2, -3], [1, 2, 3]),
-        ([1, 2, 3], [1, 2, float("nan")]),
-        ([1, 2, float("inf")], [1, 2, 3]),
-        ([], []),
-    ],
-)
+WRONG_SIZES = [([1, 1, 1], [1, 2, 3]), ([0, 0, 0], [1, 2, 3]), ([1, 2, -3], [1, 2, 3])]
+WRONG = [*WRONG_SIZES, ([], []), ([1, 2], [1, 2]), ([1, 2, 3], [1, 2]), ([1, 2, 3], [1, 2, float("nan")])]
+
+
+@pytest.mark.parametrize(("sizes", "times_ms"), WRONG)
 def test_impossible_measurements_are_refused(sizes: list, times_ms: list) -> None:
     with pytest.raises(ValueError, match="fit: "):
         fit(sizes, times_ms)
-
-
-@pytest.mark.parametrize("coefficients", [(-1.0, 0.0), (0.0, -1.0), (float("nan"), 0.0), (0.0, float("inf"))])
-def test_impossible_costs_are_refused(coefficients: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match="must be a finite number of at least 0"):
-        LinearCost(*coefficients)
 
 
 def test_a_protocol_switch_is_fitted_with_two_lines() -> None:
@@ -126,22 +98,10 @@ def test_noise_is_no_protocol_switch(seed: int) -> None:
     sizes = [1e3 * 2**power for power in range(8)]
     times_ms = [LinearCost(0.5, 1e-4).ms(size) * chance.uniform(0.96, 1.04) for size in sizes]
     assert isinstance(fit_switched(sizes, times_ms).cost, LinearCost)
-
-
-def test_a_switch_that_leaves_half_of_the_deviation_is_not_believed() -> None:
-    sizes = [2.0**power for power in range(8)]
-    times_ms = [(1.0 + size) * (1.5 if place % 2 else 1 / 1.5) for place, size in enumerate(sizes)]
-    found = fit_switched(sizes, times_ms)
-    assert not found.is_good
+    # Nor is what leaves half of the deviation.
+    found = fit_switched(sizes, [(1.0 + size) * (1.5 if place % 2 else 1 / 1.5) for place, size in enumerate(sizes)])
     assert isinstance(found.cost, LinearCost)
-
-
-def test_what_a_fit_is_typically_off_by_is_the_root_of_the_mean_square() -> None:
-    found = Fit(LinearCost(0.0, 2.0), 0.9, (5.0, 10.0, 20.0, 40.0), (3.0, -4.0, 0.0, 0.0))
-    assert (found.typical_share, found.worst_share) == (
-        pytest.approx(math.sqrt((0.3**2 + 0.2**2) / 4)),
-        0.3,
-    )
+    assert not found.is_good
 
 
 @pytest.mark.parametrize("seed", range(8))

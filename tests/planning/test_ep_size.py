@@ -33,7 +33,7 @@ from ds_fsmoe.planning.decide.ep_size import (
 )
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.zero import Zero
-from ds_fsmoe.planning.groups import Groups
+from ds_fsmoe.planning.groups import Groups, can_deduplicate
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, Shape
 
@@ -58,16 +58,9 @@ def cluster(inter: float, intra: float, start_ms: float = 0.1, gemm: LinearCost 
 @st.composite
 def jobs(draw: st.DrawFn) -> ExpertJob:
     per_node, nodes = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((1, 2, 3)))
-    shape = Shape(
-        B=draw(st.integers(1, 4)),
-        L=draw(st.sampled_from((32, 256))),
-        M=32,
-        H=draw(st.sampled_from((16, 128))),
-        E=draw(st.sampled_from((4, 6, 8))),
-        K=draw(st.integers(1, 4)),
-        capacity_factor=draw(st.sampled_from((None, 1.25))),
-        heads=4,
-    )
+    sizes = {"B": st.integers(1, 4), "L": st.sampled_from((32, 256)), "H": st.sampled_from((16, 128))}
+    sizes |= {"E": st.sampled_from((4, 6, 8)), "K": st.integers(1, 4), "capacity_factor": st.sampled_from((None, 1.25))}
+    shape = Shape(M=32, heads=4, **{name: draw(values) for name, values in sizes.items()})
     return ExpertJob(
         (shape,) * draw(st.integers(1, 2)),
         per_node * nodes,
@@ -95,17 +88,15 @@ def test_a_size_takes_what_its_fastest_all_to_all_does(job: ExpertJob, schedule:
     for found, groups in zip(ep_sizes(job, links, schedule), job.layouts(), strict=True):
         ways = {each: step_ms(job, links, groups, each, schedule) for each in alltoalls_of(job, groups)}
         assert (found.step_ms, found.alltoall) == (min(ways.values()), min(ways, key=ways.__getitem__))
-
-
-@pytest.mark.parametrize("capacity_factor", [None, 1.25])
-def test_tokens_cross_once_per_node_where_nothing_is_padded_and_several_ranks_are_in_several_nodes(
-    capacity_factor: float | None,
-) -> None:
-    shape = Shape(B=1, L=64, M=32, H=64, E=8, capacity_factor=capacity_factor, heads=4)
-    job = ExpertJob((shape,), 8, 4, 1000)
-    of_sizes = {each.ep: alltoalls_of(job, each) for each in job.layouts()}
-    across = ("flat", "2dh") if capacity_factor else ("flat", "2dh", NODE_DEDUPLICATED)
-    assert of_sizes == {1: ("flat",), 2: ("flat",), 4: ("flat",), 8: across}
+        # Tokens cross once per node where nothing is padded, and several ranks are in several nodes.
+        at, is_padded = groups.placements["ep"], job.shapes[0].capacity_factor is not None
+        assert (NODE_DEDUPLICATED in ways) == (can_deduplicate(groups) and not is_padded)
+        assert ("2dh" in ways) == (at.nodes > 1 and at.per_node > 1)
+    # What no size changes is in all steps.
+    for found, more in zip(
+        ep_sizes(job, links, SERIAL), ep_sizes(replace(job, rest_ms=7.0), links, SERIAL), strict=True
+    ):
+        assert more.step_ms - found.step_ms == pytest.approx(7.0)
 
 
 @given(jobs())
@@ -186,14 +177,8 @@ def test_a_few_layers_of_each_shape_tell_what_all_of_them_take(zero: int, length
     wanted, found = (choose_ep_size([*of.values()]) for of in (whole, few))
     assert whole[found.best.ep].step_ms <= 1.02 * wanted.best.step_ms
     assert found.runner_up_costs == pytest.approx(wanted.runner_up_costs, rel=0.06)
-
-
-@given(jobs())
-@settings(max_examples=8)
-def test_where_links_and_products_start_and_send_for_free_all_sizes_are_alike(job: ExpertJob) -> None:
-    found = ep_sizes(job, cluster(0.0, 0.0, 0.0, LinearCost(0.0, 1e-9)))
-    assert [each.step_ms for each in found] == pytest.approx([found[0].step_ms] * len(found))
-    assert choose_ep_size(found).best.ep == min(each.ep for each in found if each.step_ms == found[0].step_ms)
+    # Layers with other numbers of experts lie alike: over what divides all of them.
+    assert [each.ep for each in replace(job, shapes=(shape, replace(shape, E=6))).layouts()] == [1, 2]
 
 
 def test_the_usual_size_stays_unless_another_is_clearly_faster() -> None:
@@ -214,16 +199,14 @@ def test_more_tokens_or_micro_batches_never_spread_experts_wider_over_like_links
 ) -> None:
     # Without overlap a step is what its gradients take and what each token takes. The more tokens, the less a token
     # takes in the fastest size and the longer its gradients take, and these are fewer with more ranks.
-    job, links = replace(job, esp=1, zero=0, micro_batches=1), cluster(inter, share * inter, 0.0)
-    shape, chosen = replace(job.shapes[0], L=1), []
+    links, shape = cluster(inter, share * inter, 0.0), replace(job.shapes[0], L=1)
+    job = replace(job, esp=1, zero=0, micro_batches=1, shapes=(shape,) * len(job.shapes))
+    more_tokens, more_batches = [], []
     for times in (1, 8, 64, 512, 4096):
-        for more in (
-            replace(job, shapes=(replace(shape, L=times),) * len(job.shapes)),
-            replace(job, shapes=(shape,) * len(job.shapes), micro_batches=times),
-        ):
-            chosen.append(choose_ep_size(ep_sizes(more, links, SERIAL)).best)
-    for found in (chosen[::2], chosen[1::2]):
-        at = [each.ep for each in found]
+        longer = replace(job, shapes=(replace(shape, L=times),) * len(job.shapes))
+        for at, more in ((more_tokens, longer), (more_batches, replace(job, micro_batches=times))):
+            at.append(choose_ep_size(ep_sizes(more, links, SERIAL)).best.ep)
+    for at in (more_tokens, more_batches):
         assert at == sorted(at, reverse=True)
 
 
@@ -232,30 +215,12 @@ def test_more_tokens_or_micro_batches_never_spread_experts_wider_over_like_links
 def test_it_is_what_ds_fsmoe_plan_predicts(job: ExpertJob) -> None:
     shape, groups, contention = job.shapes[0], job.layouts()[-1], Contention(0.2, 0.3, 0.1)
     links = replace(cluster(1e-4, 1e-5), host_ms=0.02, contention=contention)
-    layers = job.layers(groups, "flat", links)
     job = replace(job, num_dense=sum_of_attention(job))
     how = Settings(contention, links.host_ms, num_micro_batches=job.micro_batches)
-    planned = PlannedJob(links, groups, PlannedModel(shape, len(layers)), how, zero=Zero(job.zero, shape.dtype_bytes))
+    model = PlannedModel(shape, len(job.layers(groups, "flat", links)))
+    planned = PlannedJob(links, groups, model, how, zero=Zero(job.zero, shape.dtype_bytes))
     found = report(planned, "best", ("best",))
     assert step_ms(job, links, groups, "flat") == pytest.approx(found.planner.batch_ms(found.plan))
-
-
-def test_layers_of_several_sizes_are_each_planned_by_their_own_numbers() -> None:
-    wide, narrow = (Shape(B=1, L=64, M=32, H=h, E=8, capacity_factor=None, heads=4) for h in (128, 16))
-    links = cluster(1e-4, 1e-5, gemm=LinearCost(0.01, 1e-8))
-    steps_ms = [
-        ep_sizes(ExpertJob(shapes, 4, 2, 1000), links, SERIAL)[-1].step_ms
-        for shapes in ((wide, wide), (wide, narrow), (narrow, narrow))
-    ]
-    assert steps_ms[1] == pytest.approx((steps_ms[0] + steps_ms[2]) / 2)
-    assert [each.ep for each in ExpertJob((wide, replace(wide, E=6)), 4, 2, 0).layouts()] == [1, 2]
-
-
-def test_what_no_size_changes_is_in_all_steps() -> None:
-    job = ExpertJob((Shape(B=1, L=64, M=32, H=64, E=4, heads=4),), 4, 2, 1000)
-    links = cluster(1e-4, 1e-5)
-    without, found = ep_sizes(job, links), ep_sizes(replace(job, rest_ms=7.0), links)
-    assert [b.step_ms - a.step_ms for a, b in zip(without, found, strict=True)] == pytest.approx([7.0] * 3)
 
 
 def test_sizes_whose_links_nobody_measured_are_left_out_and_none_at_all_is_refused() -> None:
@@ -273,7 +238,6 @@ def test_sizes_whose_links_nobody_measured_are_left_out_and_none_at_all_is_refus
     [
         ({"shapes": ()}, "shapes: must have at least one layer"),
         ({"world": 0}, "world = 0: must be at least 1"),
-        ({"micro_batches": 0}, "micro_batches = 0: must be at least 1"),
         ({"num_dense": -1}, "num_dense = -1: must be at least 0"),
         ({"esp": 3}, "expert_tensor_parallel_size = 3: must divide the 4 ranks"),
     ],

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
-from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.bounds import busiest_ms
 from ds_fsmoe.planning.decide.model_plan import ModelPlan
-from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import (
     A2A_IN,
@@ -37,6 +34,7 @@ from ds_fsmoe.planning.schedule import (
 from ds_fsmoe.planning.timeline import Contention, simulate
 from ds_fsmoe.planning.two_batch import entering, entering_first, sub_batch_layer, sub_batch_moe, two_batch_schedule
 from ds_fsmoe.planning.workload import ALLTOALLS, BlockWork, Gradient, Layer, MoEWork, Stage, Work, layer_work
+from tests.covering import covering
 from tests.planning.layers import KINDS, LAYOUTS, SHAPE, layer_of, random_costs
 
 BETWEEN, AT = (Lane.INTER,), (Lane.COMPUTE,)
@@ -46,15 +44,11 @@ OF_EXPERTS = Gradient(EXPERT_GRAD, BETWEEN, 50)
 
 def small(recompute: bool = False) -> Layer:
     """A layer of one operation of each kind, of which a half has a whole number."""
-    enter, expert, leave = (
-        Stage(A2A_IN, BETWEEN, 40, group="ep"),
-        Work(EXPERT, AT, 60),
-        Stage(A2A_OUT, BETWEEN, 40, group="ep"),
-    )
-    attention, restore = Work(ATTENTION, AT, 20), Work(RESTORE, AT, 8)
-    forward = BlockWork((attention,), MoEWork((enter,), expert, (leave,)), (restore,))
-    moe = MoEWork((enter,), replace(expert, size=120), (leave,))
-    return Layer(forward, BlockWork((restore,), moe, (attention,)), (SENT, OF_EXPERTS), recompute)
+    enter, leave = ((Stage(kind, BETWEEN, 40, group="ep"),) for kind in (A2A_IN, A2A_OUT))
+    attention, restore = (Work(ATTENTION, AT, 20),), (Work(RESTORE, AT, 8),)
+    forward, backward = (MoEWork(enter, Work(EXPERT, AT, size), leave) for size in (60, 120))
+    blocks = BlockWork(attention, forward, restore), BlockWork(restore, backward, attention)
+    return Layer(*blocks, (SENT, OF_EXPERTS), recompute)
 
 
 def names(schedule: Schedule) -> list[tuple[str, int, int]]:
@@ -102,11 +96,6 @@ def test_gradients_travel_in_the_half_that_is_second_in_the_backward() -> None:
     needs = {name: set(found.tasks[at[name]].after) for name in ((GRAD, 1, 0), (EXPERT_GRAD, 1, 1))}
     assert needs[GRAD, 1, 0] == {at[ATTENTION, 0, 0], at[ATTENTION, 0, 1]}
     assert needs[EXPERT_GRAD, 1, 1] == {at[EXPERT, 0, 0], at[EXPERT, 0, 1]}
-
-
-def slices_of(groups: Groups, in_levels: bool) -> tuple[Slice, ...]:
-    inside = (GRAD_SCATTER, GRAD_GATHER) if in_levels else ()
-    return (Slice(GRAD, groups.placements["dp"].lanes[:1] or BETWEEN, 5.0, inside=inside),)
 
 
 PHASES = st.tuples(
@@ -159,7 +148,9 @@ def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are
     groups, _ = LAYOUTS[layout]
     layer = layer_work(SHAPE, groups, alltoall, whole_slots=True)
     work = layer.backward if backward else layer.forward
-    slices = () if in_levels is None or not backward else slices_of(groups, in_levels)
+    inside = (GRAD_SCATTER, GRAD_GATHER) if in_levels else ()
+    sent = Slice(GRAD, groups.placements["dp"].lanes[:1] or BETWEEN, 5.0, inside=inside)
+    slices = () if in_levels is None or not backward else (sent,)
     plan = BlockPlan(degree, links, slices)
     found = two_batch_schedule([layer], [plan], "backward" if backward else "forward")
     of_moe = [task for task in found.tasks if task.kind in {each.kind for each in work.moe.stages}]
@@ -179,72 +170,50 @@ def test_the_list_of_a_model_has_each_halfs_tasks_in_the_order_in_which_they_are
         )
 
 
-def model(layer: Layer, degree: int, num_layers: int, in_halves: bool) -> ModelPlan:
-    grads = [Slice(each.kind, each.lanes, each.size_bytes, newest_layer=0) for each in layer.gradients]
-    backward = [BlockPlan(degree, "paper")] * num_layers
-    if num_layers > 1:
-        backward[1] = replace(backward[1], moe_slices=tuple(grads))
-    plans = (BlockPlan(degree, "paper"),) * num_layers, tuple(backward)
-    return ModelPlan((layer,) * num_layers, *plans, (), (), (), is_two_batch=in_halves)
-
-
-CASES = list(itertools.product(sorted(LAYOUTS), (1, 2), (1, 3)))
-
-
-@pytest.mark.parametrize(("layout", "degree", "num_layers"), CASES)
-def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain(layout, degree, num_layers) -> None:
-    rng = random.Random(f"{layout}{degree}{num_layers}")
-    layer, costs = layer_of(layout), random_costs(rng)
-    plans = [model(layer, degree, num_layers, each) for each in (False, True)]
-    for whole, halves in zip(*(each.schedules() for each in plans), strict=True):
-        assert sizes(halves) == pytest.approx(sizes(whole))
-        contention = Contention(0.3, 0.1, 0.1) if rng.random() < 0.5 else Contention()
-        line = simulate(halves, costs, contention)
-        alone = simulate(halves, costs)
-        for lane in Lane:
-            assert line.makespan_ms >= alone.busy_ms(lane) * (1 - 1e-9)
-        assert line.makespan_ms >= longest_chain_ms(halves, costs) * (1 - 1e-9)
-    # The gradients of one layer are sent, where there are several.
-    silent = replace(layer, gradients=())
-    sending = (silent,) * (num_layers - 1) + (layer if num_layers > 1 else silent,)
-    for bound_ms, line in zip(busiest_ms(sending, costs), plans[1].timelines(costs), strict=True):
-        assert line.makespan_ms >= bound_ms * (1 - 1e-9)
-
-
-def sizes(schedule: Schedule) -> dict[str, float]:
+def sizes(schedule: Schedule) -> Counter[str]:
     """Kind -> how much of it there is."""
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for task in schedule.tasks:
-        found[task.kind] = found.get(task.kind, 0.0) + task.size
-    found.pop(HOLD, None)
+        found[task.kind] += task.size
+    del found[HOLD]
     return found
 
 
-def longest_chain_ms(schedule: Schedule, costs: dict[str, LinearCost]) -> float:
-    ends_ms: list[float] = []
-    for task in schedule.tasks:
-        start_ms = max((ends_ms[each] for each in task.after), default=0.0)
-        ends_ms.append(start_ms + costs[task.kind].ms(task.size, task.launches))
-    return max(ends_ms)
+@pytest.mark.parametrize(("layout", "degree", "num_layers"), covering(sorted(LAYOUTS), (1, 2), (1, 3)))
+def test_halves_do_the_work_of_the_whole_and_take_no_less_than_a_lane_or_a_chain(layout, degree, num_layers) -> None:
+    layer, costs = layer_of(layout), random_costs(random.Random(f"{layout}{degree}{num_layers}"))
+    plan, grads = BlockPlan(degree, "paper"), tuple(Slice(e.kind, e.lanes, e.size_bytes, 0) for e in layer.gradients)
+    backward = [plan, replace(plan, moe_slices=grads), plan][:num_layers]
+    whole = ModelPlan((layer,) * num_layers, (plan,) * num_layers, tuple(backward), (), (), ())
+    halves = replace(whole, is_two_batch=True)
+    for of_whole, schedule in zip(whole.schedules(), halves.schedules(), strict=True):
+        assert sizes(schedule) == pytest.approx(sizes(of_whole))
+        alone, ends_ms = simulate(schedule, costs), list[float]()
+        for task in schedule.tasks:
+            start_ms = max((ends_ms[each] for each in task.after), default=0.0)
+            ends_ms.append(start_ms + costs[task.kind].ms(task.size, task.launches))
+        least_ms = max(*(alone.busy_ms(lane) for lane in Lane), *ends_ms) * (1 - 1e-9)
+        assert min(alone.makespan_ms, simulate(schedule, costs, Contention(0.3, 0.1, 0.1)).makespan_ms) >= least_ms
+    # The gradients of one layer are sent, where there are several.
+    silent = replace(layer, gradients=())
+    sending = (silent,) * (num_layers - 1) + (layer if num_layers > 1 else silent,)
+    for bound_ms, line in zip(busiest_ms(sending, costs), halves.timelines(costs), strict=True):
+        assert line.makespan_ms >= bound_ms * (1 - 1e-9)
 
 
 def test_a_half_of_slots_is_rounded_up_and_rows_are_halved() -> None:
     slots = replace(small().forward.moe, capacity=5)
-    assert sub_batch_moe(slots).capacity == 3
-    assert sub_batch_moe(slots).ahead[0].size == pytest.approx(40 * 3 / 5)
+    half = sub_batch_moe(slots)
+    assert (half.capacity, half.ahead[0].size) == (3, pytest.approx(40 * 3 / 5))
     assert sub_batch_moe(replace(slots, capacity=1)) == replace(slots, capacity=1)
     assert sub_batch_moe(replace(slots, capacity=None)).expert.size == 30
     assert sub_batch_layer(small()).gradients == ()
-
-
-def test_what_lies_between_layers_holds_the_computing_lane() -> None:
-    layer = layer_of("the paper's")
-    found = two_batch_schedule([layer], [BlockPlan()], "forward")
-    gathers = [index for index, task in enumerate(found.tasks) if task.kind == MP_GATHER]
-    assert [found.tasks[each].lane for each in gathers] == [Lane.INTRA] * 2
-    for index in gathers:
-        hold = found.tasks[index + 1]
-        assert (hold.kind, hold.lane, hold.after) == (HOLD, Lane.COMPUTE, (index,))
+    # What lies between layers holds the computing lane.
+    tasks = two_batch_schedule([layer_of("the paper's")], [BlockPlan()], "forward").tasks
+    gathers = [index for index, task in enumerate(tasks) if task.kind == MP_GATHER]
+    assert [tasks[each].lane for each in gathers] == [Lane.INTRA] * 2
+    holds = [tasks[each + 1] for each in gathers]
+    assert [(each.kind, each.lane, each.after) for each in holds] == [(HOLD, Lane.COMPUTE, (at,)) for at in gathers]
 
 
 def test_a_layer_that_recomputes_runs_again_in_turns_when_the_first_half_has_come_to_it() -> None:

@@ -8,23 +8,8 @@ from itertools import combinations
 import numpy as np
 import pytest
 
+from ds_fsmoe.offline.report import palette
 from ds_fsmoe.offline.report.charts import phase_spans
-from ds_fsmoe.offline.report.palette import (
-    DARK,
-    LANE_NAMES,
-    LANES,
-    LIGHT,
-    PALETTE,
-    PRESET_COLOURS,
-    RUN_COLOURS,
-    TASK_NAMES,
-    colour_of,
-    linear,
-    luminance,
-    run_colours,
-    task_name,
-    text_on,
-)
 from ds_fsmoe.planning import schedule as kinds
 from ds_fsmoe.planning.decide.presets import NAMES
 
@@ -55,7 +40,7 @@ TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 
 
 def lab(colour: str, seen: np.ndarray) -> np.ndarray:
     """The colour in CIELAB, in which distances are about as large as they are seen."""
-    xyz = TO_XYZ @ np.clip(seen @ np.array(linear(colour)), 0.0, 1.0) / (TO_XYZ @ np.ones(3))
+    xyz = TO_XYZ @ np.clip(seen @ np.array(palette.linear(colour)), 0.0, 1.0) / (TO_XYZ @ np.ones(3))
     x, y, z = np.where(xyz > 216 / 24389, np.cbrt(xyz), (24389 / 27 * xyz + 16) / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
@@ -64,40 +49,39 @@ def lab(colour: str, seen: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("lane", IN_ONE_LANE)
 def test_colours_that_meet_in_a_lane_differ_however_they_are_seen(lane: str, seen: str) -> None:
     for one, other in combinations(dict.fromkeys(IN_ONE_LANE[lane]), 2):
-        apart = float(np.linalg.norm(lab(PALETTE[one], SEEN[seen]) - lab(PALETTE[other], SEEN[seen])))
-        assert apart > 7, (task_name(one), task_name(other), apart)
+        apart = float(np.linalg.norm(lab(palette.PALETTE[one], SEEN[seen]) - lab(palette.PALETTE[other], SEEN[seen])))
+        assert apart > 7, (palette.task_name(one), palette.task_name(other), apart)
 
 
 def test_every_kind_of_task_has_words_and_a_colour() -> None:
-    assert TASK_NAMES.keys() == PALETTE.keys()
-    assert task_name("MY_OWN") == "my own"
-    assert colour_of("MY_OWN") not in PALETTE.values()
-    assert set(LANES) == set(LANE_NAMES)
+    assert palette.TASK_NAMES.keys() == palette.PALETTE.keys()
+    assert palette.task_name("MY_OWN") == "my own"
+    assert palette.colour_of("MY_OWN") not in palette.PALETTE.values()
+    assert set(palette.LANES) == set(palette.LANE_NAMES)
 
 
 def test_a_preset_has_one_colour_in_every_picture_and_nothing_else_has_it_there() -> None:
-    assert PRESET_COLOURS.keys() == {"stock", *NAMES}
-    assert len(set(PRESET_COLOURS.values())) == len(PRESET_COLOURS)
-    few = run_colours(("ours", "AutoEP", "tutel"), {"ours": "best"})
-    many = run_colours(("AutoEP", *NAMES))
-    assert few["ours"] == many["best"] == PRESET_COLOURS["best"]
-    assert few["tutel"] == many["tutel"] == PRESET_COLOURS["tutel"]
+    assert palette.PRESET_COLOURS.keys() == {"stock", *NAMES}
+    assert len(set(palette.PRESET_COLOURS.values())) == len(palette.PRESET_COLOURS)
+    few = palette.run_colours(("ours", "AutoEP", "tutel"), {"ours": "best"})
+    many = palette.run_colours(("AutoEP", *NAMES))
+    assert few["ours"] == many["best"] == palette.PRESET_COLOURS["best"]
+    assert few["tutel"] == many["tutel"] == palette.PRESET_COLOURS["tutel"]
     assert len(set(few.values())) == 3
     assert many["AutoEP"] not in [many[each] for each in NAMES]
 
 
-def test_runs_can_be_read_on_light_and_on_dark_paper() -> None:
-    for colour in {*RUN_COLOURS, *PRESET_COLOURS.values()}:
-        for paper in (LIGHT, DARK):
-            dark, light = sorted((luminance(colour), luminance(paper.ground)))
-            assert (light + 0.05) / (dark + 0.05) > 2.9, (colour, paper.ground)
-    assert len(set(RUN_COLOURS)) == len(RUN_COLOURS)
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((palette.luminance(one), palette.luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
 
 
-def test_words_in_a_task_are_read_on_its_colour() -> None:
-    for colour in ("#000000", "#ffffff", *PALETTE.values()):
-        dark, light = sorted((luminance(colour), luminance(text_on(colour))))
-        assert (light + 0.05) / (dark + 0.05) > 4.0, colour
+def test_runs_can_be_read_on_light_and_on_dark_paper_and_words_in_a_task_on_its_colour() -> None:
+    for colour in {*palette.RUN_COLOURS, *palette.PRESET_COLOURS.values()}:
+        assert min(contrast(colour, paper.ground) for paper in (palette.LIGHT, palette.DARK)) > 2.9, colour
+    assert len(set(palette.RUN_COLOURS)) == len(palette.RUN_COLOURS)
+    for colour in ("#000000", "#ffffff", *palette.PALETTE.values()):
+        assert contrast(colour, palette.text_on(colour)) > 4.0, colour
 
 
 def test_a_phase_is_marked_from_its_first_task_to_its_last_and_again_for_the_next_micro_batch() -> None:

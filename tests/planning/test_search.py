@@ -1,25 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is chosen is the best of all plans that a system and the rules allow, each simulated by itself."""
+"""What is chosen is the best of all plans that a system and the rules allow, each simulated by itself; a layer's times
+for many orders at once are those of its schedules; and lower bounds are reached by schedules made for them."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from ds_fsmoe.planning.block import ORDERS, BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.call_shape import layer_of_call
 from ds_fsmoe.planning.cost import LinearCost
-from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.bounds import lower_bound_ms
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
+from ds_fsmoe.planning.decide.bounds import busiest_ms, lower_bound_ms, step_bounds_ms
 from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.planning.decide.degree import Load, Phase
+from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.search import LANE_NAMES
-from ds_fsmoe.planning.job.measured import Timing
-from ds_fsmoe.planning.schedule import EXPERT, Lane
-from ds_fsmoe.planning.timeline import IDEAL, Contention
-from ds_fsmoe.planning.workload import BlockWork, Layer, MoEWork, Stage, Work
-from tests.planning.layers import choices_to_make, cut_anew, every_plan
+from ds_fsmoe.planning.schedule import EXPERT, GRAD, Lane
+from ds_fsmoe.planning.timeline import IDEAL, simulate
+from ds_fsmoe.planning.workload import BlockWork, Gradient, Layer, MoEWork, Stage, Work
+from tests.covering import covering
+from tests.planning.layers import (
+    CONTENTIONS,
+    LAYOUTS,
+    bare_block,
+    choice_of,
+    choices_to_make,
+    cut_anew,
+    every_plan,
+    grad_lanes_of,
+    layer_of,
+    played_ms,
+    random_costs,
+    simulated_ms,
+)
 from tests.planning.measured_layers import GROUPS, SIZES, Machine, choose_degrees, made_up
 
 MAX_DEGREE = 8
@@ -53,28 +72,26 @@ def test_what_is_chosen_is_the_best_of_all_plans_by_simulation(drawn: tuple) -> 
 
 
 @pytest.mark.parametrize("uses_rng", [False, True])
-@pytest.mark.parametrize("anew", [None, 1.3])
+@pytest.mark.parametrize("anew", [1.0, 1.3])
 def test_a_runner_up_is_what_could_be_run_instead_and_both_phases_take_no_less_with_it(
-    uses_rng: bool, anew: float | None
+    uses_rng: bool, anew: float
 ) -> None:
     space = SearchSpace.of("fsmoe", MAX_DEGREE)
     faster_alone = 0
     for number in range(5):
-        profile = made_up(number, is_written=False, uses_rng=uses_rng)
-        profile = cut_anew(profile, anew) if anew else profile
-        forward, backward = choose_degrees(profile, Machine(), space)
-        for choice, other, asked in ((forward, backward, (1, 0)), (backward, forward, (0, 1))):
+        profile = cut_anew(made_up(number, is_written=False, uses_rng=uses_rng), anew)
+        pair = choose_degrees(profile, Machine(), space)
+        for at, choice in enumerate(pair):
             assert choice.runner_up_both_ms >= choice.both_ms * (1 - 1e-9)
             faster_alone += choice.runner_up_ms < choice.time_ms
             # Asked for, it takes what was said; no other number of chunks takes less.
-            degrees = (choice.runner_up,) * 2 if uses_rng else (choice.runner_up, other.order.degree)
             took_ms = {}
             for degree in {*range(1, MAX_DEGREE + 1)} - {choice.order.degree}:
-                pair = (degree,) * 2 if uses_rng else (degree, other.order.degree)
-                found = choose_degrees(profile, Machine(), space, pair if asked == (1, 0) else pair[::-1], "paper")
-                took_ms[pair] = sum(each.time_ms for each in found)
-            assert took_ms[degrees] == pytest.approx(choice.runner_up_both_ms)
-            assert took_ms[degrees] == pytest.approx(min(took_ms.values()))
+                asked = [degree if uses_rng or place == at else each.order.degree for place, each in enumerate(pair)]
+                found = choose_degrees(profile, Machine(), space, tuple(asked), "paper")
+                took_ms[degree] = sum(each.time_ms for each in found)
+            assert took_ms[choice.runner_up] == pytest.approx(choice.runner_up_both_ms)
+            assert took_ms[choice.runner_up] == pytest.approx(min(took_ms.values()))
     # With one degree for both, a phase alone would often go faster with another.
     assert bool(faster_alone) is uses_rng
 
@@ -91,73 +108,10 @@ def test_beside_degrees_by_hand_stand_those_that_would_have_been_chosen() -> Non
             assert choice.auto_ms == pytest.approx(freely.time_ms)
 
 
-def test_best_cuts_for_a_gain_of_more_than_three_hundredths_and_not_for_one_within_the_noise() -> None:
-    best, gains = SearchSpace.of("best", MAX_DEGREE), []
-    for all_gather_ms in (0.4, 1.2, 1.4, 1.7, 2.4):
-        # Two chunks hide half of the all-gather beside other traffic, and nothing else; a launch costs nothing.
-        big = {"all-to-all": 50.0, "all-gather": all_gather_ms, "reduce-scatter": all_gather_ms}
-        base = made_up(0, **big, experts_forward=0.1, experts_backward=0.1)
-        free = {
-            name: Timing("byte", each.sizes, tuple(ms - each.fit.cost.alpha_ms for ms in each.times_ms))
-            for name, each in base.operations.items()
-        }
-        profile = replace(base, operations=free)
-        any_gain, _ = choose_degrees(profile, Machine(), replace(best, min_gain=0.0))
-        forward, _ = choose_degrees(profile, Machine(), best)
-        gains.append(1 - any_gain.time_ms / any_gain.unchunked_ms)
-        assert any_gain.order.degree > 1
-        assert (forward.order.degree > 1) == (gains[-1] > 0.03)
-    assert gains == sorted(gains)
-    assert 0.02 < gains[2] < 0.03 < gains[3] < 0.04
-
-
-def test_lanes_that_slow_each_other_down_to_a_standstill_are_not_worth_a_cut() -> None:
-    space = SearchSpace.of("best", MAX_DEGREE)
-    for number in range(2):
-        free = choose_degrees(made_up(number), Machine(), space)
-        assert max(choice.order.degree for choice in free) > 1
-        # Two lanes at once do no more than one: nothing is left to be gained.
-        stuck = Machine(contention=Contention(links=1.0, compute=1.0, traffic=1.0))
-        assert [each.order.degree for each in choose_degrees(made_up(number), stuck, space)] == [1, 1]
-
-
-def test_a_layer_whose_issuing_takes_longer_than_its_work_is_not_cut_where_one_thread_issues_for_all_lanes() -> None:
-    """On lanes that are threads the same numbers count for nothing: there each task is done by whoever issues it."""
-    space, profile, degrees = SearchSpace.of("fsmoe", MAX_DEGREE), made_up(0), {}
-    for issue_ms in (0.0, 0.3, 3.0, 30.0):
-        # To issue a task of experts takes as long as ten of the others.
-        operations = {
-            name: replace(timing, issued_ms=(issue_ms if "experts" in name else issue_ms / 10,) * 3)
-            for name, timing in profile.operations.items()
-        }
-        bound = replace(profile, operations=operations)
-        ahead, threads = (choose_degrees(bound, Machine(issues_ahead=ahead), space) for ahead in (True, False))
-        degrees[issue_ms] = [each.order.degree for each in ahead]
-        assert [each.order.degree for each in threads] == degrees[0.0]
-        # Nothing is over before the host has issued one task of experts for each chunk.
-        assert all(each.time_ms >= issue_ms * each.order.degree for each in ahead)
-    assert max(degrees[0.0]) > 1
-    assert degrees[30.0] == [1, 1]
-    for phase in range(2):
-        of_phase = [each[phase] for each in degrees.values()]
-        assert of_phase == sorted(of_phase, reverse=True)
-
-
-def test_what_issuing_takes_counts_where_tasks_run_one_after_another_too() -> None:
-    uncut = SearchSpace.of("deepspeed", 1)
-    for ahead in (False, True):
-        machine = Machine(is_serial=True, issues_ahead=ahead)
-        free, dear = (choose_degrees(made_up(0, task_ms=task_ms), machine, uncut) for task_ms in (0.0, 50.0))
-        for cheap, slow in zip(free, dear, strict=True):
-            assert slow.time_ms >= cheap.time_ms + 4 * 50.0
-
-
-@pytest.mark.parametrize("schedule", ["best", "fsmoe", "tutel"])
-@pytest.mark.parametrize("asked", [(8, 8), (8, None), (None, 8)])
+@pytest.mark.parametrize(("schedule", "asked"), [("best", (8, 8)), ("fsmoe", (8, None)), ("tutel", (None, 8))])
 def test_a_degree_above_the_capacity_that_is_asked_for_is_kept(schedule: str, asked: tuple) -> None:
-    few = replace(SIZES, capacity=4)
     space = SearchSpace.of(schedule, MAX_DEGREE).with_degrees(*asked, "paper")
-    layer = layer_of_call(GROUPS, few, made_up().costs())
+    layer = layer_of_call(GROUPS, replace(SIZES, capacity=4), made_up().costs())
     search = Search(Machine().planner(), PlanRequest([{"flat": layer}] * 2, space, "adaptive", "paper"))
     for plan in search.candidates():
         for block, degree in zip(plan.blocks(0), asked, strict=True):
@@ -173,3 +127,115 @@ def test_a_choice_is_said_to_be_bound_by_the_lane_that_its_end_waits_for_most() 
         planner = replace(Machine().planner(), costs={kind: LinearCost(0.0, 1.0) for kind in ("A2A_IN", EXPERT)})
         for choice in planner.choose(Layer(block, block, ()), space):
             assert choice.bottleneck == LANE_NAMES[lane]
+
+
+# ---- times of many orders at once
+
+
+GRADS_MS = ((0.0, 0.0), (0.7, 0.0), (0.0, 2.5), (40.0, 0.3))
+CASES = covering(sorted(LAYOUTS), ("forward", "backward"), range(len(CONTENTIONS)), (0.0, 0.01), ORDERS)
+
+
+@pytest.mark.parametrize(("layout", "phase", "contention", "host_ms", "links"), CASES)
+def test_times_are_those_of_the_schedules(layout: str, phase: str, contention: int, host_ms: float, links: str) -> None:
+    work, lanes, how = getattr(layer_of(layout), phase), grad_lanes_of(layout), CONTENTIONS[contention]
+    costs = random_costs(random.Random(f"{layout}{phase}{contention}")) | {GRAD: LinearCost(0.0, 1.0)}
+    orders = [Order(degree, links) for degree in (1, 3, 4)]
+    found = BlockTimes(work, costs, how, host_ms, lanes).times_ms(orders, *map(np.array, zip(*GRADS_MS, strict=True)))
+    for row, order in zip(found, orders, strict=True):
+        for found_ms, grads_ms in zip(row, GRADS_MS, strict=True):
+            slices = tuple((Slice(GRAD, lanes, each),) if each else () for each in grads_ms)
+            expected_ms = played_ms(work, order, costs, how, host_ms, slices=slices)
+            assert found_ms == pytest.approx(expected_ms, rel=1e-9), (order, grads_ms)
+
+
+def test_the_papers_choice_is_never_better_and_falls_back_where_it_does_not_apply() -> None:
+    rng = random.Random(5)
+    for layout in LAYOUTS:
+        times = BlockTimes(layer_of(layout).backward, random_costs(rng))
+        for links in ("paper", "shared"):
+            orders = [Order(degree, links) for degree in range(1, 13)]
+            exact, paper = choice_of(times, orders, 0.4), choice_of(times, orders, 0.4, "slsqp")
+            assert exact.time_ms <= paper.time_ms * (1 + 1e-12)
+            assert exact == paper or (links == "paper" and times.is_papers)
+        for degree in (1, 2, 5, 16):
+            assert choice_of(times, [Order(degree, "paper")], solver="slsqp").order.degree == degree
+
+
+# ---- lower bounds
+
+
+def phase_of(*sizes: float) -> Phase:
+    """Of all-to-all, gather, experts and reduce in ms, whose pieces cost their share."""
+    a2a, gather, expert, reduce = (Load(LinearCost(0.0, 1.0), each) for each in sizes)
+    return Phase(a2a, gather, expert, reduce)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("sizes", "own_ms", "beside_ms"),
+    [
+        # The first chunk comes by 2 + 3, and the last one goes by 1 + 2.
+        ((2.0, 3.0, 40.0, 1.0), 40.0, 5.0 + 3.0),
+        # Of the link in a node, which gathers and reduces, the first chunk comes by 2 and the last one goes by 2.
+        ((2.0, 30.0, 1.0, 20.0), 50.0, 2.0 + 2.0),
+    ],
+)
+def test_the_busiest_lane_waits_for_one_chunk_to_come_and_one_to_go(
+    sizes: tuple[float, ...], own_ms: float, beside_ms: float, degree: int
+) -> None:
+    phase = phase_of(*sizes)
+    bound_ms = lower_bound_ms(*bare_block(phase), degree)
+    assert bound_ms == pytest.approx(simulated_ms(phase, degree, with_gradient=False))
+    assert degree == 1 or bound_ms == pytest.approx(own_ms + beside_ms / degree)
+    # Where nothing can overlap, it is reached at once.
+    costs = {kind: LinearCost(0.25, 1e-3) for kind in random_costs(random.Random(8))}
+    work = layer_of("one rank").forward
+    assert lower_bound_ms(work, costs, 1) == pytest.approx(played_ms(work, Order(1), costs))
+
+
+def test_gradients_that_have_to_be_launched_once_of_each_kind_are_part_of_the_bound() -> None:
+    phase = phase_of(20.0, 1.0, 1.0, 1.0)
+    work, costs = bare_block(phase)
+    costs = costs | {GRAD: LinearCost(0.7, 0.5)}
+    gradient = Gradient(GRAD, (Lane.INTER,), 8)
+    layer = Layer(work, work, (gradient,))
+    # All-to-alls come one behind the other, and the gradients behind them or between them.
+    sent = Slice(GRAD, (Lane.INTER,), 16.0)
+    took_ms = simulate(block_schedule(work, BlockPlan(2, "paper", moe_slices=(sent,))), costs).makespan_ms
+    assert took_ms == pytest.approx(2 * 20.0 + 0.7 + 0.5 * 16)
+    assert step_bounds_ms([layer], costs, carried=(gradient,))[1] == pytest.approx(took_ms)
+
+
+def test_in_halves_the_busiest_lane_alone_is_the_bound_and_gradients_are_on_it() -> None:
+    work, costs = bare_block(phase_of(2.0, 3.0, 40.0, 1.0))
+    costs = costs | {GRAD: LinearCost(0.7, 0.5)}
+    layer = Layer(work, work, (Gradient(GRAD, (Lane.INTER,), 200),))
+    assert busiest_ms([layer] * 2, costs) == pytest.approx((80.0, 2 * (2 * 2.0 + 100.0)))
+    # A layer that is recomputed does its forward again in the backward.
+    again = replace(layer, recompute=True, gradients=())
+    assert busiest_ms([again] * 2, costs) == pytest.approx((80.0, 160.0))
+
+
+def bare(enter_ms: float, forward_ms: float, backward_ms: float) -> Layer:
+    """A layer with an all-to-all and experts; sizes are milliseconds."""
+    enter = (Stage("A2A_IN", (Lane.INTER,), enter_ms, group="ep"),)
+    forward, backward = (
+        BlockWork((), MoEWork(enter, Work(EXPERT, (Lane.COMPUTE,), ms), ()), ()) for ms in (forward_ms, backward_ms)
+    )
+    return Layer(forward, backward, ())
+
+
+def test_the_bound_of_a_model_is_what_its_busiest_lane_has_to_do_and_no_less() -> None:
+    costs = {kind: LinearCost(0.0, 1.0) for kind in ("A2A_IN", EXPERT, GRAD)}
+    gradient = Gradient(GRAD, (Lane.INTER,), 5)
+    sending, computing = replace(bare(10.0, 1.0, 2.0), gradients=(gradient,)), bare(1.0, 10.0, 12.0)
+    # Three all-to-alls, and in the backward three times the gradients; a chunk has to be computed after the last.
+    assert step_bounds_ms([sending] * 3, costs) == pytest.approx((30.0, 45.0), abs=0.2)
+    assert lower_bound_ms(sending.backward, costs, grad_ms=5.0) == pytest.approx(15.0, abs=0.2)
+    assert step_bounds_ms([computing] * 3, costs) == pytest.approx((30.0, 36.0), abs=0.5)
+    # Plans of many chunks come near: it is no less than what can be done.
+    for layer in (sending, computing):
+        plan = plan_by_name(Planner(costs, Settings(max_degree=16, min_gain=0.0)), "best", [layer] * 3)
+        for timeline, bound_ms in zip(plan.timelines(costs), step_bounds_ms([layer] * 3, costs, 17), strict=True):
+            assert timeline.makespan_ms <= 1.05 * bound_ms

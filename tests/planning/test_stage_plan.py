@@ -4,11 +4,9 @@ says."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from ds_fsmoe.offline.models.known import load_model
@@ -23,14 +21,12 @@ from ds_fsmoe.offline.models.pipeline import (
     send_cost,
 )
 from ds_fsmoe.planning.cluster import load_cluster
-from ds_fsmoe.planning.decide.block_times import Order
-from ds_fsmoe.planning.decide.gradients import window_prices
 from ds_fsmoe.planning.decide.plan import Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import BEST, NAMES
 from ds_fsmoe.planning.decide.step_time import StageTimes, stage_times
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import Lane
-from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
+from ds_fsmoe.planning.workload import Shape, kind_costs, layer_work
 from tests.planning.test_model_layers import ODD, B, L
 
 TESTBED = load_cluster("testbed_a")
@@ -46,23 +42,7 @@ def equal_layers(
     return pipeline_of_layers(TESTBED, groups, layers, SHAPE), Planner(kind_costs(TESTBED, groups), settings)
 
 
-# ---- what stages have to do
-
-
-def test_a_stage_of_dense_blocks_that_recomputes_runs_its_forward_again() -> None:
-    groups = Groups(world=24 * 4, gpus_per_node=4, pp=4)
-    for stage in (stages(ODD, 4)[0], stages(ODD, 8)[-1]):
-        plain, again = (dense_stage(ODD, groups, B, L, 4, stage, recompute=each) for each in (False, True))
-        assert again.forward == plain.forward
-        expected = sum(each.size for each in (*plain.forward, *plain.backward))
-        head = 0.0
-        if stage.has_head:
-            # The head does not run again.
-            head = sum(each.size for each in plain.forward[-3:])
-        assert sum(each.size for each in again.backward) == pytest.approx(expected - head)
-
-
-# ---- what they send
+# ---- what stages send
 
 
 def test_stages_in_one_node_send_inside_it_and_others_between_nodes() -> None:
@@ -74,18 +54,13 @@ def test_stages_in_one_node_send_inside_it_and_others_between_nodes() -> None:
     assert lane_between(Groups(world=12, gpus_per_node=4, pp=2), 0, 1) is Lane.INTER
 
 
-def test_a_send_costs_what_an_all_to_all_between_two_ranks_moves() -> None:
-    cost = send_cost(TESTBED, Lane.INTER)
-    between_two = TESTBED.operation("inter.all_to_all", "a test").among(2)
-    assert cost.ms(1e6) == pytest.approx(between_two.ms(2e6))
+def test_a_rank_sends_its_share_of_the_tokens_at_the_cost_of_what_an_all_to_all_between_two_ranks_moves() -> None:
     without = {name: each for name, each in TESTBED.operations.items() if name != "inter.all_to_all"}
-    gather = TESTBED.operation("inter.all_gather", "a test").among(2)
-    assert send_cost(replace(TESTBED, operations=without), Lane.INTER).ms(1e6) == pytest.approx(gather.ms(2e6))
+    for known, operation in ((TESTBED.operations, "inter.all_to_all"), (without, "inter.all_gather")):
+        between_two = TESTBED.operation(operation, "a test").among(2)
+        assert send_cost(replace(TESTBED, operations=known), Lane.INTER).ms(1e6) == pytest.approx(between_two.ms(2e6))
     with pytest.raises(ValueError, match=r"operations.intra.all_to_all is missing, but what a stage sends"):
         send_cost(replace(TESTBED, operations={}), Lane.INTRA)
-
-
-def test_a_rank_sends_its_share_of_the_tokens() -> None:
     pipeline, _ = equal_layers()
     assert pipeline.send_bytes == SHAPE.L / GROUPS.mp * SHAPE.M * SHAPE.dtype_bytes
     assert pipeline.sends_ms == (send_cost(TESTBED, Lane.INTER).ms(pipeline.send_bytes),)
@@ -106,23 +81,6 @@ def test_one_stage_takes_what_its_micro_batches_take_one_after_the_other(name: s
     assert stage.times.busy_ms(4) == pytest.approx(planner.batch_ms(plan))
     sent = sum(each.size_bytes for layer in pipeline.works[0] for each in layer.gradients)
     assert stage.hidden_bytes + stage.after_bytes == pytest.approx(sent)
-
-
-def test_gradients_pay_for_a_cut_that_is_worse_without_them_in_every_micro_batch() -> None:
-    groups = Groups(16, 8, mp=8, esp=8, ep=2)
-    layer = layer_work(SHAPE, groups, whole_slots=True)
-    for settings in (Settings(), Settings(TESTBED.contention)):
-        planner = Planner(kind_costs(TESTBED, groups), settings)
-        moe = planner.times(BlockWork((), layer.backward.moe, ()), backward=True)
-        whole = planner.times(layer.backward, backward=True)
-        orders = [Order(degree) for degree in range(1, 9)]
-        grads_ms = np.linspace(0.0, 20.0, 33)
-        best = orders[int(moe.times_ms(orders)[:, 0].argmin())]
-        prices = [window_prices(orders, best, moe, whole, each)[0](grads_ms) for each in (1, 2, 9)]
-        fixed = window_prices([best], best, moe, whole)[0](grads_ms)
-        for cheaper, dearer in itertools.pairwise((*prices, fixed)):
-            assert (cheaper <= dearer + 1e-9).all()
-        assert (prices[0] < fixed - 1e-6).any()
 
 
 def test_the_first_stage_hides_gradients_and_the_last_one_sends_them_while_others_compute() -> None:
@@ -154,23 +112,20 @@ def test_systems_that_place_gradients_by_a_rule_keep_to_it(name: str) -> None:
 
 
 def test_stages_send_what_they_share_when_all_backwards_are_over_and_all_else_early() -> None:
-    model = replace(load_model("olmoe").first(4), is_tied=True)
-    groups = Groups(16, 8, ep=8, pp=2)
+    model, groups = replace(load_model("olmoe").first(4), is_tied=True), Groups(16, 8, ep=8, pp=2)
     shape = Shape(1, 256, model.M, 1024, 64, 8, None, "mixtral", 16, dtype_bytes=2)
-    pipeline = pipeline_of_model(TESTBED, model, groups, stages(model, 2), shape)
-    settings = Settings(max_degree=2, num_micro_batches=4)
-    planner = Planner(kind_costs(TESTBED, groups), settings)
-    assert pipeline.tied_ms > 0
+    pipeline, untied = (
+        pipeline_of_model(TESTBED, replace(model, is_tied=each), groups, stages(model, 2), shape)
+        for each in (True, False)
+    )
+    assert pipeline.tied_ms > 0 == untied.tied_ms
+    planner = Planner(kind_costs(TESTBED, groups), Settings(max_degree=2, num_micro_batches=4))
     for name in ("fsmoe", BEST):
         found = pipeline.plan(planner, name)
-        shared_bytes = model.M * model.vocab * shape.dtype_bytes
-        for stage in found:
-            assert stage.after_bytes >= shared_bytes
+        assert all(stage.after_bytes >= model.M * model.vocab * shape.dtype_bytes for stage in found)
         assert found[0].hidden_bytes > 0
         times = [each.times for each in found]
         assert pipeline.batch_ms(times, 4) == batch_ms(times, 4, pipeline.sends_ms) + pipeline.tied_ms
-    untied = pipeline_of_model(TESTBED, replace(model, is_tied=False), groups, stages(model, 2), shape)
-    assert untied.tied_ms == 0.0
 
 
 def test_a_stage_without_experts_is_planned_with_its_gradients_behind_it() -> None:
@@ -178,16 +133,22 @@ def test_a_stage_without_experts_is_planned_with_its_gradients_behind_it() -> No
     shape = Shape(B, L, ODD.M, 10, 4, 2, None, "mixtral", 3)
     pipeline = pipeline_of_model(TESTBED, ODD, groups, stages(ODD, 8), shape, recompute=True)
     planner = Planner(kind_costs(TESTBED, groups), Settings(max_degree=2, num_micro_batches=3))
-    found = pipeline.plan(planner, BEST)
+    found, costs = pipeline.plan(planner, BEST), planner.costs
     assert [each.plan is None for each in found] == [each.experts is None for each in ODD.blocks]
-    first = found[0]
-    costs = planner.costs
-    assert isinstance(pipeline.works[0], DenseStage)
-    forward_ms = sum(costs[each.kind].ms(each.size, each.launches) for each in pipeline.works[0].forward)
+    first, dense = found[0], pipeline.works[0]
+    assert isinstance(dense, DenseStage)
+    forward_ms = sum(costs[each.kind].ms(each.size, each.launches) for each in dense.forward)
     assert first.times.forward_ms == pytest.approx(forward_ms)
     assert first.times.last_backward_ms == first.times.backward_ms > 2 * forward_ms
     assert first.hidden_bytes == 0.0
     assert first.times.gradients_ms == pytest.approx(costs["GRAD"].ms(first.after_bytes))
+    # One that recomputes runs its forward again, all but the head.
+    for stage in (stages(ODD, 4)[0], stages(ODD, 8)[-1]):
+        plain, again = (dense_stage(ODD, groups, B, L, 4, stage, recompute=each) for each in (False, True))
+        assert again.forward == plain.forward
+        runs_again = plain.forward[:-3] if stage.has_head else plain.forward
+        expected = sum(each.size for each in (*runs_again, *plain.backward))
+        assert sum(each.size for each in again.backward) == pytest.approx(expected)
 
 
 # ---- the closed form of a batch
@@ -205,40 +166,21 @@ def played_ms(stages: list[StageTimes], m: int, sends_ms: list[float]) -> float:
             order += [("B", i), *([("F", i + warm_up)] if i + warm_up < m else [])]
         lists.append(order)
     at_ms, done_ms = [0.0] * p, dict[tuple[str, int, int], float]()
-
-    def needs(kind: str, stage: int) -> int | None:
-        other = stage - 1 if kind == "F" else stage + 1
-        return other if 0 <= other < p else None
-
     while any(lists):
-        for stage, order in enumerate(lists):
+        for stage, (order, times) in enumerate(zip(lists, stages, strict=True)):
             if not order:
                 continue
             kind, i = order[0]
-            other = needs(kind, stage)
-            if other is not None and (kind, other, i) not in done_ms:
-                continue
+            other = stage - 1 if kind == "F" else stage + 1
+            if 0 <= other < p:
+                if (kind, other, i) not in done_ms:
+                    continue
+                at_ms[stage] = max(at_ms[stage], done_ms[kind, other, i]) + sends_ms[min(stage, other)]
             order.pop(0)
-            if other is not None:
-                sent_ms = sends_ms[min(stage, other)]
-                at_ms[stage] = max(at_ms[stage], done_ms[kind, other, i]) + sent_ms
-            times = stages[stage]
             last = kind == "B" and i == m - 1
-            took_ms = times.forward_ms if kind == "F" else times.last_backward_ms if last else times.backward_ms
-            at_ms[stage] += took_ms
+            at_ms[stage] += times.forward_ms if kind == "F" else times.last_backward_ms if last else times.backward_ms
             done_ms[kind, stage, i] = at_ms[stage]
     return max(ms + times.gradients_ms for ms, times in zip(at_ms, stages, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "forward_ms", "backward_ms"), [(1, 3, 2, 4), (2, 1, 1, 1), (4, 8, 3, 5), (6, 4, 5, 2)]
-)
-def test_equal_stages_with_free_sends_take_what_textbooks_say(
-    p: int, m: int, forward_ms: float, backward_ms: float
-) -> None:
-    stages = [StageTimes(forward_ms, backward_ms, backward_ms)] * p
-    expected_ms = (m + p - 1) * (forward_ms + backward_ms)
-    assert batch_ms(stages, m) == pytest.approx(expected_ms) == pytest.approx(played_ms(stages, m, [0.0] * (p - 1)))
 
 
 def test_a_batch_by_hand() -> None:
@@ -249,6 +191,13 @@ def test_a_batch_by_hand() -> None:
     assert batch_ms(stages, 2, 0.5) == batch_ms(stages, 2, [0.5]) == pytest.approx(22.25)
     # What the last stage sums takes longer than the last send and backward of the first one.
     assert batch_ms([StageTimes(1, 3, 5), StageTimes(2, 4, 6, 8)], 2, 0.5) == pytest.approx(16.5 + 8)
+    # In a long batch the slowest stage alone counts, which sends there and back to both neighbours.
+    three = [StageTimes(1, 2, 2), StageTimes(2, 4, 4), StageTimes(1, 2, 2)]
+    assert batch_ms(three, 1000, 0.5) - batch_ms(three, 999, 0.5) == pytest.approx(6.0 + 4 * 0.5)
+    # Equal stages with free sends take what textbooks say.
+    for p, m in ((1, 3), (2, 1), (4, 8), (6, 4)):
+        equal, textbooks_ms = [StageTimes(3, 5, 5)] * p, (m + p - 1) * (3 + 5)
+        assert batch_ms(equal, m) == pytest.approx(textbooks_ms) == pytest.approx(played_ms(equal, m, [0.0] * (p - 1)))
     with pytest.raises(ValueError, match="send_ms: 2 times, must be one for each of 1 pairs of neighbours"):
         batch_ms(stages, 2, [0.5, 0.5])
 
@@ -257,22 +206,12 @@ def test_the_closed_form_is_near_a_batch_that_is_played_task_by_task() -> None:
     """Stages differ by a tenth; their sends take some hundredths, and gradients a fifth of the last backward."""
     coin, off = random.Random(0), []
     for _ in range(300):
-        p, m = coin.randint(1, 6), coin.randint(1, 16)
-        stages = []
+        p, m, stages = coin.randint(1, 6), coin.randint(1, 16), []
         for _ in range(p):
-            forward_ms = coin.uniform(9, 11)
-            backward_ms = 2 * forward_ms
-            hidden_ms, left_ms = coin.uniform(0, 4), coin.uniform(0, 4)
-            stages.append(StageTimes(forward_ms, backward_ms, backward_ms + hidden_ms, left_ms))
+            forward_ms, hidden_ms, left_ms = coin.uniform(9, 11), coin.uniform(0, 4), coin.uniform(0, 4)
+            stages.append(StageTimes(forward_ms, 2 * forward_ms, 2 * forward_ms + hidden_ms, left_ms))
         sends_ms = [coin.uniform(0, 0.3) for _ in stages[1:]]
         off.append(batch_ms(stages, m, sends_ms) / played_ms(stages, m, sends_ms) - 1)
         assert batch_ms(stages, m, sends_ms) >= max(each.busy_ms(m) for each in stages) - 1e-9
     assert -0.02 < min(off) <= max(off) < 0.1
     assert abs(sorted(off)[len(off) // 2]) < 0.02
-
-
-def test_the_slowest_stage_alone_counts_in_a_long_batch() -> None:
-    stages = [StageTimes(1, 2, 2), StageTimes(2, 4, 4), StageTimes(1, 2, 2)]
-    longer_ms, shorter_ms = (batch_ms(stages, each, 0.5) for each in (1000, 999))
-    # It sends there and back to both neighbours.
-    assert longer_ms - shorter_ms == pytest.approx(6.0 + 4 * 0.5)

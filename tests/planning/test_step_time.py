@@ -28,16 +28,6 @@ from tests.planning.measured_layers import GROUPS, SIZES, Machine, layer_of, mad
 UNCUT = SearchSpace.of("deepspeed", 4)
 
 
-def alone_ms(layer: Layer, order: Order) -> float:
-    pair = Machine().planner().choose(layer, SearchSpace.fixed(order, order))
-    return sum(each.time_ms for each in pair)
-
-
-def cost_ms(profile: LayerProfile, *names: str) -> float:
-    """Of whole operations, one after the other."""
-    return sum(profile.operations[name].times_ms[-1] for name in names)
-
-
 def step_of(
     profile: LayerProfile, num_layers: int, rest_ms: tuple[float, float], total_bytes: int, name: str = "fsmoe"
 ) -> tuple[StepTimes, list[dict[str, Layer]]]:
@@ -62,7 +52,8 @@ def test_a_step_is_its_layers_the_rest_of_the_model_and_the_gradients_that_find_
     planner = Machine().planner()
     chosen = planner.choose(options[0]["flat"], SearchSpace.of("fsmoe", 16))
     assert plain.chosen_ms == pytest.approx(18.0 + 3 * sum(each.time_ms for each in chosen))
-    assert plain.deepspeed_ms == pytest.approx(18.0 + 3 * alone_ms(options[0]["flat"], Order(1, "shared")))
+    stock = planner.choose(options[0]["flat"], SearchSpace.fixed(*[Order(1, "shared")] * 2))
+    assert plain.deepspeed_ms == pytest.approx(18.0 + 3 * sum(each.time_ms for each in stock))
     assert plain.isolated_ms == pytest.approx(plain.chosen_ms)
     assert (plain.exposed_ms, plain.gradients_ms, plain.dense_ms) == (0.0, 0.0, 18.0)
     assert plain.speedup == pytest.approx(plain.deepspeed_ms / plain.chosen_ms)
@@ -96,12 +87,16 @@ def test_a_step_of_several_micro_batches_takes_each_of_them_and_sends_gradients_
 
 
 def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told() -> None:
-    profile = with_gradients(made_up(4))
-    options, planner = [{"flat": layer_of(profile)}] * 2, Machine().planner()
-    plan = planner.plan(PlanRequest(options, planner.settings.space("fsmoe"), "off"))
-    found = predict_step(planner, plan, options, None, 0.0)
-    assert found.dense_ms is None
-    assert found.chosen_ms == pytest.approx(2 * sum(each.time_ms for each in plan.choices(0)))
+    # Lanes that slow each other down are told beside those that do not.
+    for machine in (Machine(), Machine(contention=Contention(0.3, 0.4, 0.2))):
+        options, planner = [{"flat": layer_of(with_gradients(made_up(4)), machine)}] * 2, machine.planner()
+        plan = planner.plan(PlanRequest(options, planner.settings.space("fsmoe"), "off"))
+        found = predict_step(planner, plan, options, None, 0.0)
+        assert found.dense_ms is None
+        assert found.chosen_ms == pytest.approx(2 * sum(each.time_ms for each in plan.choices(0)))
+        assert found.isolated_ms == pytest.approx(2 * sum(each.isolated_ms for each in plan.choices(0)))
+        assert found.isolated_ms <= found.chosen_ms <= found.deepspeed_ms
+    assert found.isolated_ms < found.chosen_ms
     nothing = planner.plan(PlanRequest([], planner.settings.space("fsmoe"), "off"))
     assert predict_step(planner, nothing, [], None, 0.0).speedup == 1.0
     # A stage of a pipeline may have no such layer, and takes what it takes.
@@ -109,51 +104,25 @@ def test_of_a_model_whose_rest_was_not_seen_only_layers_and_gradients_are_told()
     assert (alone.chosen_ms, alone.deepspeed_ms, alone.bound_ms) == (3.5, 3.5, 3.5)
 
 
-def test_lanes_that_slow_each_other_down_are_told_beside_those_that_do_not() -> None:
-    machine = Machine(contention=Contention(0.3, 0.4, 0.2))
-    options, planner = [{"flat": layer_of(made_up(2), machine)}], machine.planner()
-    plan = planner.plan(PlanRequest(options, planner.settings.space("fsmoe"), "off"))
-    found = predict_step(planner, plan, options, None, 0.0)
-    assert found.isolated_ms < found.chosen_ms <= found.deepspeed_ms
-    pair = plan.choices(0)
-    assert found.isolated_ms == pytest.approx(sum(each.isolated_ms for each in pair))
-    assert found.chosen_ms == pytest.approx(sum(each.time_ms for each in pair))
-
-
 def test_experts_that_are_sharded_otherwise_multiply_as_much_and_send_by_the_numbers_of_the_cluster() -> None:
-    profile = made_up(3)
+    # The numbers of a cluster have a product for weight gradients; what was measured of some experts has none.
     free = {name: Operation(LinearCost(0.0, 0.0)) for name in UNITS}
-    computed_ms = cost_ms(profile, FORWARD, BACKWARD)
-
-    def of(esp_size: int, **costs: float) -> float | None:
-        operations = free | {name: Operation(LinearCost(ms, 0.0), ranks=2) for name, ms in costs.items()}
-        cluster = Cluster("here", 2, 2, operations)
-        return sharded_ms(Machine().planner(), UNCUT, cluster, GROUPS, SIZES, profile.costs(), esp_size)
-
-    # With half of the weights of an expert come the rows of twice as many ranks.
-    assert of(1) == pytest.approx(computed_ms)
-    assert of(2) == pytest.approx(computed_ms)
     gathers = {"intra.all_gather": 3.0, "intra.reduce_scatter": 2.0}
-    assert of(1, **gathers) == pytest.approx(computed_ms)
-    assert of(2, **gathers) == pytest.approx(computed_ms + 2 * 5.0)
-    assert of(3) is None
+    for profile in (made_up(3), made_up(3, is_written=False)):
+        computed_ms = sum(profile.operations[name].times_ms[-1] for name in (FORWARD, BACKWARD))
+        for esp_size, costs, sent_ms in ((1, {}, 0.0), (2, {}, 0.0), (1, gathers, 0.0), (2, gathers, 2 * 5.0)):
+            operations = free | {name: Operation(LinearCost(ms, 0.0), ranks=2) for name, ms in costs.items()}
+            how = Cluster("here", 2, 2, operations), GROUPS, SIZES, profile.costs()
+            # With half of the weights of an expert come the rows of twice as many ranks.
+            found_ms = sharded_ms(Machine().planner(), UNCUT, *how, esp_size)
+            assert found_ms == pytest.approx(computed_ms + sent_ms)
+        assert sharded_ms(Machine().planner(), UNCUT, *how, 3) is None
     # Where one thread issues for all lanes, a collective that was not measured takes it as long as those that were.
-    slow = made_up(3, task_ms=7.0).costs(issues_ahead=True)
-    planner = Machine(issues_ahead=True).planner()
-    ahead = sharded_ms(planner, UNCUT, Cluster("here", 2, 2, free), GROUPS, SIZES, slow, 2)
-    assert ahead is not None
+    slow, planner = made_up(3, task_ms=7.0).costs(issues_ahead=True), Machine(issues_ahead=True).planner()
+    ahead_ms = sharded_ms(planner, UNCUT, Cluster("here", 2, 2, free), GROUPS, SIZES, slow, 2)
     # Five tasks in the forward, five in the backward; the results of the last one are there when it has been issued.
-    assert ahead >= 2 * 5 * 7.0
-
-
-def test_experts_whose_backward_is_one_piece_stay_so_however_they_are_sharded() -> None:
-    """The numbers of a cluster have a product for weight gradients; what was measured of these experts has none."""
-    cluster = Cluster("here", 2, 2, {name: Operation(LinearCost(0.0, 1e-9), ranks=2) for name in UNITS})
-    whole, space = made_up(3, is_written=False), SearchSpace.of("best", 8)
-    computed_ms = cost_ms(whole, FORWARD, BACKWARD)
-    for esp_size in (1, 2):
-        found_ms = sharded_ms(Machine().planner(), space, cluster, GROUPS, SIZES, whole.costs(), esp_size)
-        assert found_ms == pytest.approx(computed_ms, rel=1e-3)
+    assert ahead_ms is not None
+    assert ahead_ms >= 2 * 5 * 7.0
 
 
 def test_other_esp_sizes_are_priced_for_all_layers_of_every_kind() -> None:
@@ -175,16 +144,15 @@ def test_other_esp_sizes_are_priced_for_all_layers_of_every_kind() -> None:
 
 def test_the_bound_is_what_tasks_take_at_their_fastest() -> None:
     """Medians of what was measured are not the least: a step whose tasks were all fast beats a bound made of them."""
-    profile = made_up()
-    timings = {
-        name: replace(each, least_ms=tuple(0.8 * ms for ms in each.times_ms))
-        for name, each in profile.operations.items()
-    }
-    planner, found = Machine().planner(), {}
-    for name, of in (("medians", profile), ("fastest", replace(profile, operations=timings))):
-        options = [{"flat": layer_of(of)}] * 2
+    profile, planner, found = made_up(), Machine().planner(), []
+    for share in (1.0, 0.8):
+        timings = {
+            name: replace(each, least_ms=tuple(share * ms for ms in each.times_ms))
+            for name, each in profile.operations.items()
+        }
+        options = [{"flat": layer_of(replace(profile, operations=timings))}] * 2
         plan = planner.plan(PlanRequest(options, planner.settings.space("best"), "off"))
-        found[name] = predict_step(planner, plan, options, None, 0.0)
-    assert found["fastest"].chosen_ms == pytest.approx(found["medians"].chosen_ms)
-    assert found["fastest"].bound_ms < 0.85 * found["medians"].bound_ms
-    assert found["fastest"].bound_ms < 0.85 * found["fastest"].chosen_ms
+        found.append(predict_step(planner, plan, options, None, 0.0))
+    medians, fastest = found
+    assert fastest.chosen_ms == pytest.approx(medians.chosen_ms)
+    assert fastest.bound_ms < 0.85 * min(medians.bound_ms, fastest.chosen_ms)
