@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,30 +53,27 @@ def test_a_job_that_may_gain_is_measured() -> None:
     assert why_not({"num_chunks": {"forward": 2, "backward": "auto"}}) is None
     assert why_not({}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}) is None
     assert why_not({}, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}) is None
-    assert why_not({"autotune": False}) is None
-    # A schedule that cannot run without numbers gets them, however short the job is.
-    assert why_not({"schedule": "fsmoe", "record": {"dir": "x", "stop_after": 20}}) is None
-    # So does who asks for it.
-    assert why_not({"autotune": True, "record": {"dir": "x", "stop_after": 20}}) is None
-
-
-def test_the_end_of_a_job_is_known_from_its_config() -> None:
-    block = read_block({"fsmoe": {"enabled": True}})
-    decays = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 400}}}
-    assert known_steps(block, {}) is None
-    assert known_steps(block, {"scheduler": None}) is None
-    assert known_steps(block, {"scheduler": {"type": "x", "params": {"total_num_steps": "auto"}}}) is None
-    assert known_steps(block, decays) == 400
-    recorded = read_block({"fsmoe": {"enabled": True, "record": {"dir": "x", "stop_after": 60}}})
-    assert known_steps(recorded, decays) == 60
+    assert why_not({}, scheduler={"type": "x", "params": {"total_num_steps": "auto"}}) is None
+    assert why_not({"autotune": False}, scheduler=None) is None
+    # A schedule that cannot run without numbers gets them, however short the job is; so does who asks for it.
+    for asked in ({"schedule": "fsmoe"}, {"autotune": True}):
+        assert why_not(asked | {"record": {"dir": "x", "stop_after": 20}}) is None
+    both_known = read_block({"fsmoe": {"enabled": True, "record": {"dir": "x", "stop_after": 60}}})
+    assert known_steps(both_known, {"scheduler": {"type": "x", "params": {"total_num_steps": 400}}}) == 60
 
 
 def train(
-    rank: int, world_size: int, block: dict[str, Any], steps: int, fails: bool = False, is_training: bool = True
+    rank: int,
+    block: dict[str, Any],
+    steps: int,
+    fails: bool = False,
+    is_training: bool = True,
+    save: str | None = None,
+    load: str | None = None,
 ) -> dict[str, Any]:
+    """Steps of an engine, up to some after it has settled on a plan; from a checkpoint, and with one at the end."""
     import ds_fsmoe
 
-    hurry()
     handler, logger = Said(names_level=True), logging.getLogger("ds_fsmoe")
     logger.addHandler(handler)
     torch.manual_seed(0)
@@ -94,6 +90,8 @@ def train(
     stage.measure = watched
     try:
         engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        if load is not None:
+            engine.load_checkpoint(load)
         losses, steps_after_all = [], 6
         for step in range(steps):
             torch.manual_seed(100 * step + rank)
@@ -113,6 +111,8 @@ def train(
             "cluster": None if tuner is None or tuner.result.measured is None else tuner.result.measured.cluster,
             "plans": {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")},
         }
+        if save is not None:
+            engine.save_checkpoint(save)
         engine.destroy()
     finally:
         stage.measure = measure
@@ -120,93 +120,45 @@ def train(
     return found | {"said": handler.lines}
 
 
-def train_all(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    unasked = train(rank, world_size, {}, STEPS)
+def train_all(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+    hurry()
+    unasked = train(rank, {}, STEPS)
+    untried = {"autotune": {"trials": 0}}
     return {
         "unasked": unasked,
-        "off": train(rank, world_size, {"autotune": False}, len(unasked["losses"])),
-        "short": train(rank, world_size, {}, STEPS_BEFORE - 2),
-        "failed": train(rank, world_size, {}, STEPS_BEFORE + 4, fails=True),
+        "off": train(rank, {"autotune": False}, len(unasked["losses"])),
+        "short": train(rank, {}, STEPS_BEFORE - 2),
+        "failed": train(rank, {}, STEPS_BEFORE + 4, fails=True),
+        "evaluation": train(rank, {}, STEPS_BEFORE + 5, is_training=False),
+        "saved": train(rank, untried, 5, save=folder),
+        "resumed": train(rank, untried, STEPS_BEFORE + 3, load=folder),
     }
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    return run_on_ranks(train_all, 2, tmp_path_factory.mktemp("unasked"))
-
-
-def test_measuring_begins_after_some_steps_and_the_job_settles_on_a_plan(runs: list[dict[str, dict[str, Any]]]) -> None:
+def test_unasked_a_job_settles_on_a_plan_after_some_steps_and_trains_as_it_did_or_says_why_nothing_was_measured(
+    tmp_path: Path,
+) -> None:
+    first, second = runs = run_on_ranks(train_all, 2, tmp_path / "ranks", str(tmp_path / "saved"))
     for each in runs:
-        # Two more forwards tell the sizes.
-        assert each["unasked"]["measured_at"] == [STEPS_BEFORE + 2]
-        assert each["unasked"]["is_settled"]
-        assert each["unasked"]["plans"] == runs[0]["unasked"]["plans"]
-        assert each["unasked"]["cluster"] is None
-    screen = [line for line in runs[0]["unasked"]["said"] if "autotune: " in line and "measuring took" in line]
-    assert len(screen) == 1
-    assert "  DeepSpeed's schedule" in screen[0]
-    assert not [line for line in runs[1]["unasked"]["said"] if "autotune" in line]
-
-
-def test_training_is_what_it_is_without(runs: list[dict[str, dict[str, Any]]]) -> None:
-    for each in runs:
-        for ours, plain in zip(each["unasked"]["losses"], each["off"]["losses"], strict=True):
-            assert ours == pytest.approx(plain, rel=1e-5)
-
-
-def test_a_short_job_is_not_measured_and_says_so_at_its_end(runs: list[dict[str, dict[str, Any]]]) -> None:
-    for each in runs:
-        assert each["short"]["measured_at"] == []
-    assert "the job ended after 8 steps, before measuring begins (step 10)" in runs[0]["short"]["said"][-1]
-
-
-def test_a_job_that_cannot_be_measured_goes_on_as_it_was(runs: list[dict[str, dict[str, Any]]]) -> None:
-    for each in runs:
-        assert each["failed"]["measured_at"] == [STEPS_BEFORE + 2]
-        assert each["failed"]["losses"] == pytest.approx(each["off"]["losses"][: STEPS_BEFORE + 4], rel=1e-6)
-    (warning,) = (line for line in runs[0]["failed"]["said"] if line.startswith("WARNING: autotune"))
+        unasked, off = each["unasked"], each["off"]
+        measured_at = {name: run["measured_at"] for name, run in each.items()}
+        # Two more forwards tell the sizes. A checkpoint of before the measuring does not keep it from happening.
+        begins = STEPS_BEFORE + 2
+        assert measured_at == {
+            **{"unasked": [begins], "off": [], "short": [], "failed": [begins]},
+            **{"evaluation": [], "saved": [], "resumed": [5 + begins]},
+        }
+        assert (unasked["is_settled"], unasked["cluster"]) == (True, None)
+        assert unasked["plans"] == first["unasked"]["plans"]
+        assert unasked["losses"] == pytest.approx(off["losses"], rel=1e-5)
+        assert each["failed"]["losses"] == pytest.approx(off["losses"][: STEPS_BEFORE + 4], rel=1e-6)
+    (screen,) = (line for line in first["unasked"]["said"] if "autotune: " in line and "measuring took" in line)
+    assert "  DeepSpeed's schedule" in screen
+    assert not [line for line in second["unasked"]["said"] if "autotune" in line]
+    assert "the job ended after 8 steps, before measuring begins (step 10)" in first["short"]["said"][-1]
+    (warning,) = (line for line in first["failed"]["said"] if line.startswith("WARNING: autotune"))
     assert "measuring failed, so the schedule is unchanged" in warning
     assert "out of memory" in warning
-
-
-def test_checkpoints_of_before_the_measuring_do_not_keep_it_from_happening(tmp_path: Path) -> None:
-    for found in run_on_ranks(resume, 2, tmp_path / "ranks", str(tmp_path / "saved")):
-        assert found["measured_at"] == [5 + STEPS_BEFORE + 2]
-
-
-def resume(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    import ds_fsmoe
-
-    hurry()
-    measured_at: list[int] = []
-    measure = stage.measure
-    for is_resumed in (False, True):
-        torch.manual_seed(0)
-        model = SmallModel(CASE, rank)
-        config = CASE.ds_config(fsmoe={"enabled": True, "autotune": {"trials": 0}})
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-
-        def watched(*args: Any, engine: Any = engine, **kwargs: Any) -> Any:
-            measured_at.append(engine.global_steps)
-            return measure(*args, **kwargs)
-
-        stage.measure = watched
-        if is_resumed:
-            engine.load_checkpoint(folder)
-        for step in range(STEPS_BEFORE + 3 if is_resumed else 5):
-            loss, _ = engine(*batch(step, rank, torch.float32))
-            engine.backward(loss)
-            engine.step()
-        if not is_resumed:
-            engine.save_checkpoint(folder)
-        engine.destroy()
-    stage.measure = measure
-    return {"measured_at": measured_at}
-
-
-def test_training_in_evaluation_mode_is_warned_of_once_as_nothing_is_measured_in_it(tmp_path: Path) -> None:
-    found = run_on_ranks(partial(train, is_training=False), 2, tmp_path, {}, STEPS_BEFORE + 5)
-    warned = [[line for line in each["said"] if "evaluation mode" in line] for each in found]
+    warned = [[line for line in each["evaluation"]["said"] if "evaluation mode" in line] for each in runs]
     assert [len(each) for each in warned] == [1, 0]
     assert "call model.train()" in warned[0][0]
-    assert all(each["measured_at"] == [] for each in found)
