@@ -30,24 +30,23 @@ from tests.test_hugging_face import ds_config, engine_of
 from tests.waiting import until
 
 STEPS, ROUNDS = 2, 2
+OFF = {"autotune": {"enabled": False}}
+TUTEL = {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 2}}
 # Every second one is ended, the others are dropped.
 SMALL = [
-    (Case(2, 1), {"record": {"dir": "run0"}, "routing": {"record": "routing0"}}),
-    (
-        Case(1, 1),
-        {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 2}, "record": {"dir": "run1"}},
-    ),
-    (Case(2, 2), {"overlap": False}),
+    (Case(2, 1), OFF | {"record": {"dir": "run0"}, "routing": {"record": "routing0"}}),
+    (Case(1, 1), TUTEL | {"record": {"dir": "run1"}}),
+    (Case(2, 2), OFF | {"overlap": False}),
     (Case(1, 0, "bf16", expert="gpt"), {"esp_size": 2, "trace": {"enabled": True, "start_step": 0, "num_steps": 1}}),
 ]
-FAMILY = [(None, {"routing": {"record": f"routing{at}"}}) for at in range(2)]  # at stage 3
+FAMILY = [(None, OFF | {"routing": {"record": f"routing{at}"}}) for at in range(2)]  # at stage 3
 
 
 def trained(case: Case | None, block: dict[str, Any], rank: int) -> Any:
     if case is None:
-        engine = engine_of(model_of("mixtral"), ds_config(3, autotune={"enabled": False}, **block))
+        engine = engine_of(model_of("mixtral"), ds_config(3, **block))
     else:
-        own = {"enabled": True, "ops": "reference", "autotune": {"enabled": False}} | block
+        own = {"enabled": True, "ops": "reference"} | block
         engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe=own))
     dtype = next(engine.module.parameters()).dtype
     for number in range(STEPS):

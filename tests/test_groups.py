@@ -252,7 +252,8 @@ SIZES = ((2, 2), (2, 1), (1, 2), (1, 1))
 """Of layers with three block sizes: experts spread and sharded, spread, sharded, and neither."""
 
 
-def train_beside_deepspeed(rank: int, world_size: int, order: bool, stage: int) -> tuple[dict, str]:
+def train_beside_deepspeed(rank: int, world_size: int, order: bool, stage: int) -> tuple[list[set[float]], str]:
+    """The values of each layer's experts after DeepSpeed has made replicas alike, and what is said of another order."""
     import deepspeed
     from deepspeed.moe.layer import MoE
     from deepspeed.utils import groups as stock
@@ -271,12 +272,10 @@ def train_beside_deepspeed(rank: int, world_size: int, order: bool, stage: int) 
         "use_data_before_expert_parallelism": not order,
     }
     engine, *_ = deepspeed.initialize(model=moes, model_parameters=list(moes.parameters()), config=config)
-    found = {
-        "experts": [{float(each.mean()) for each in moe.deepspeed_moe.experts.parameters()} for moe in moes],
-        "gates": [float(moe.deepspeed_moe.gate.wg.weight.mean()) for moe in moes],
-        "largest": stock._get_max_expert_size(),
-    }
-    keys = set(stock._get_expert_parallel_group_dict()), set(stock._get_expert_data_parallel_group_dict())
+    of_experts = [{float(each.mean()) for each in moe.deepspeed_moe.experts.parameters()} for moe in moes]
+    assert {float(moe.deepspeed_moe.gate.wg.weight.mean()) for moe in moes} == {0.0}
+    stocks = stock._get_expert_parallel_group_dict(), stock._get_expert_data_parallel_group_dict()
+    keys = [set(each) for each in stocks]
     made = [make_groups(*sizes, expert_before_data=order) for sizes in SIZES]
     assert made[0].edp_group is None, "nobody holds what this rank holds"
     assert made[1].edp_group is stock._get_expert_data_parallel_group("ep_size_2")
@@ -285,13 +284,15 @@ def train_beside_deepspeed(rank: int, world_size: int, order: bool, stage: int) 
     assert made[1].ep_group is not made[1].block_group, "its own communicator"
     assert made[2].esp_group is not made[2].block_group
     assert made[3].dp_group is engine.data_parallel_group
-    assert keys == (set(stock._get_expert_parallel_group_dict()), set(stock._get_expert_data_parallel_group_dict()))
-    assert keys[0] == {"ep_size_1", "ep_size_2", "ep_size_4"}
+    assert keys == [set(each) for each in stocks] == [{"ep_size_1", "ep_size_2", "ep_size_4"}] * 2
+    assert stock._get_max_expert_size() == 4
     assert all(reach(each) for each in made)
+    replicas = layout(4, 2, 1, order).group_of("edp", rank)
+    assert [each.ranks_of("edp") for each in made] == [(rank,), replicas, replicas, (0, 1, 2, 3)]
     engine.destroy()
     with pytest.raises(RuntimeError, match="use_data_before_expert_parallelism") as refusal:
         make_groups(2, 1, expert_before_data=not order)
-    return found | {"edp": [each.ranks_of("edp") for each in made]}, str(refusal.value)
+    return of_experts, str(refusal.value)
 
 
 @sampled(("order", "stage"), [(True, 2), (False, 0)])
@@ -299,11 +300,10 @@ def test_deepspeed_makes_its_groups_beside_ours_and_overwrites_true_replicas_onl
     order: bool, stage: int, tmp_path: Path
 ) -> None:
     seen = run_on_ranks(train_beside_deepspeed, 4, tmp_path, order, stage)
-    for rank, (each, _) in enumerate(seen):
-        replicas = layout(4, 2, 1, order).group_of("edp", rank)
-        edp = [(rank,), replicas, replicas, (0, 1, 2, 3)]
+    for rank, (of_experts, _) in enumerate(seen):
         # Every parameter was its rank's number: now it is that of the first rank that holds the same parameter.
-        assert each == {"edp": edp, "experts": [{float(ranks[0])} for ranks in edp], "gates": [0.0] * 4, "largest": 4}
+        first = float(layout(4, 2, 1, order).group_of("edp", rank)[0])
+        assert of_experts == [{float(rank)}, {first}, {first}, {0.0}]
     block = "[0, 1], and [0, 2] for data" if order else "[0, 2], and [0, 1] for data"
     assert f"DeepSpeed's group ep_size_2 of rank 0 has the ranks {block}; ds_fsmoe needs" in seen[0][1]
 

@@ -52,6 +52,17 @@ MakeTracer = Callable[..., Tracer]
 Pretended = tuple[StreamLanes, Device]
 
 
+def trace_of_step(tracer: Tracer, act: Callable[[], object]) -> dict[str, Any]:
+    """What is written of a step, in which something is done."""
+    tracer.step(0)
+    act()
+    tracer.step(1)
+    trace = written(tracer)
+    assert_valid(trace)
+    assert_no_overlap(trace)
+    return trace
+
+
 # ---- names and rows
 
 
@@ -73,23 +84,15 @@ def test_names_are_those_of_layer_phase_kind_and_chunk(label: str, task: Task, n
 
 def test_a_rank_is_a_process_with_a_row_per_lane(make_tracer: MakeTracer, lanes: Lanes) -> None:
     tracer = make_tracer(rank=3)
-    tracer.step(0)
-    run(lanes, tracer, two_chunks(), "L03/backward")
-    tracer.step(1)
-    trace = written(tracer)
+    trace = trace_of_step(tracer, lambda: run(lanes, tracer, two_chunks(), "L03/backward"))
     assert tracer.path.name == "rank3.json"
-    assert_valid(trace)
     events, names = trace["traceEvents"], row_names(trace)
     metadata = {event["name"]: event["args"] for event in events if event["ph"] == "M"}
     assert metadata["process_name"] == {"name": f"rank 3, {socket.gethostname()}"}
     assert metadata["process_sort_index"] == {"sort_index": 3}
-    sorted_rows = sorted(
-        (event["args"]["sort_index"], names[event["pid"], event["tid"]])
-        for event in events
-        if event["name"] == "thread_sort_index"
-    )
-    assert [name for _, name in sorted_rows] == ["compute", "intra", "inter"]
-    assert len(dict(sorted_rows)) == 3
+    places = [event for event in events if event["name"] == "thread_sort_index"]
+    rows = {event["args"]["sort_index"]: names[event["pid"], event["tid"]] for event in places}
+    assert [rows[place] for place in sorted(rows)] == ["compute", "intra", "inter"]
     found = {row: [event["name"] for event in events] for row, events in events_by_row(trace).items()}
     assert found == {
         "inter": ["fsmoe/L03/bwd/A2A_IN/chunk0", "fsmoe/L03/bwd/A2A_IN/chunk1"],
@@ -111,10 +114,7 @@ def test_times_are_those_of_the_bodies_on_the_clock_of_the_host(make_tracer: Mak
         clock.sleep(0.02)
         seen[range_name("L03/forward", task)] = start_us, clock.time_ns() // 1000
 
-    tracer.step(0)
-    run(lanes, tracer, two_chunks(), body=body)
-    tracer.step(1)
-    events = events_of(written(tracer))
+    events = events_of(trace_of_step(tracer, lambda: run(lanes, tracer, two_chunks(), body=body)))
     assert len(events) == len(seen) == 4
     for event in events:
         start_us, end_us = seen[event["name"]]
@@ -126,24 +126,29 @@ def test_times_are_those_of_the_bodies_on_the_clock_of_the_host(make_tracer: Mak
 
 
 def test_events_do_not_overlap_within_a_row_and_none_is_missing(make_tracer: MakeTracer, lanes: Lanes) -> None:
-    schedules = [random_schedule(seed) for seed in range(30)]
     costs = dict.fromkeys((*KINDS, HOLD), LinearCost(0.3, 0.0))
     labels = [f"L{number:02d}/{phase}" for number in range(15) for phase in ("forward", "backward")]
-    predicted = {label: simulate(schedule, costs) for label, schedule in zip(labels, schedules, strict=True)}
-    tracer = make_tracer(0, 1, predicted=predicted)
-    tracer.step(0)
-    for number, (label, schedule) in enumerate(zip(labels, schedules, strict=True)):
-        run(lanes, tracer, schedule, label, pausing(number) if number % 2 else nothing)
-    tracer.step(1)
-    trace = written(tracer)
-    assert_valid(trace)
-    assert_no_overlap(trace)
-    runs = zip(labels, schedules, strict=True)
-    expected = sorted(range_name(label, task) for label, each in runs for task in each.tasks if task.kind != HOLD)
+    schedules = {label: random_schedule(seed) for seed, label in enumerate(labels)}
+    tracer = make_tracer(predicted={label: simulate(schedule, costs) for label, schedule in schedules.items()})
+
+    def run_all() -> None:
+        for number, (label, schedule) in enumerate(schedules.items()):
+            run(lanes, tracer, schedule, label, pausing(number) if number % 2 else nothing)
+
+    trace = trace_of_step(tracer, run_all)
+    tasks = [(label, task) for label, schedule in schedules.items() for task in schedule.tasks if task.kind != HOLD]
     for category in ("measured", "predicted"):
-        assert sorted(event["name"] for event in events_of(trace, category)) == expected
+        found = sorted(event["name"] for event in events_of(trace, category))
+        assert found == sorted(range_name(*each) for each in tasks)
     for row, events in events_by_row(trace).items():
         assert all(event["args"]["lane"] in row for event in events)
+
+
+def test_one_label_may_have_several_schedules(make_tracer: MakeTracer, lanes: Lanes) -> None:
+    tracer = make_tracer()
+    schedules = [Schedule(tuple(Task("EXPERT", COMPUTE, chunk) for chunk in range(count))) for count in (1, 3, 2)]
+    trace = trace_of_step(tracer, lambda: [run(lanes, tracer, schedule) for schedule in schedules])
+    assert [event["args"]["chunk"] for event in events_of(trace)] == [0, 0, 1, 2, 0, 1]
 
 
 # ---- the window
@@ -171,15 +176,6 @@ def test_only_the_steps_asked_for_are_recorded_and_written_when_they_are_over(
     tracer.step(4)
     tracer.close()
     assert tracer.path.read_text() == before
-
-
-def test_one_label_may_have_several_schedules(make_tracer: MakeTracer, lanes: Lanes) -> None:
-    tracer = make_tracer()
-    tracer.step(0)
-    for num_tasks in (1, 3, 2):
-        run(lanes, tracer, Schedule(tuple(Task("EXPERT", COMPUTE, chunk) for chunk in range(num_tasks))))
-    tracer.step(1)
-    assert [event["args"]["chunk"] for event in events_of(written(tracer))] == [0, 0, 1, 2, 0, 1]
 
 
 def test_a_window_that_begins_or_ends_in_a_run_breaks_nothing(make_tracer: MakeTracer, lanes: Lanes) -> None:
@@ -230,22 +226,18 @@ def test_on_streams_times_are_those_of_events(pretended: Pretended, make_tracer:
     tracer = make_tracer(device=torch.device("cuda"), host=clock)
     schedule = Schedule((Task("A2A_IN", INTER, 0), Task("EXPERT", COMPUTE, 1, after=(0,)), Task("GATHER", INTRA, 2)))
     device.streams[0].do("before")
-    tracer.step(0)
-    for turn in range(2):
-        run_pretended(pretended, schedule, f"L0{turn}/forward", tracer)
-    tracer.step(1)
-    trace = written(tracer)
-    assert_valid(trace)
-    assert_no_overlap(trace)
+    labels = ("L00/forward", "L01/forward")
+    trace = trace_of_step(tracer, lambda: [run_pretended(pretended, schedule, label, tracer) for label in labels])
     assert trace["otherData"]["device"] == "cuda"
     # The clock of the host says when the first of them was issued.
     start_us = clock.time_ns() // 1000
     found = {event["name"]: (event["ts"] - start_us, event["dur"]) for event in events_of(trace)}
     # An operation takes a millisecond there, whatever the host's clock says.
-    for turn, at_us in enumerate((0, 2000)):
-        for name, after_us in (("A2A_IN/chunk0", 0), ("EXPERT/chunk1", 1000), ("GATHER/chunk2", 0)):
-            assert found.pop(f"fsmoe/L0{turn}/fwd/{name}") == (at_us + after_us, 1000)
-    assert found == {}
+    assert found == {
+        f"fsmoe/L0{turn}/fwd/{name}": (at_us + after_us, 1000)
+        for turn, at_us in enumerate((0, 2000))
+        for name, after_us in (("A2A_IN/chunk0", 0), ("EXPERT/chunk1", 1000), ("GATHER/chunk2", 0))
+    }
 
 
 def test_on_streams_the_host_waits_at_the_first_step_and_not_at_the_others(
@@ -314,15 +306,14 @@ def test_on_a_gpu_times_are_those_of_the_device_from_when_the_host_set_them(make
     device, clock = torch.device("cuda"), FakeClock()
     lanes, tracer = make_lanes(device), make_tracer(device=device, host=clock)
     schedule = Schedule((Task("A2A_IN", INTER, 0), Task("EXPERT", COMPUTE, 1), Task("A2A_OUT", INTER, 2, after=(1,))))
-    tracer.step(0)
-    for number in range(5):
-        run(lanes, tracer, schedule, f"L0{number}/forward", lambda task: torch.cuda._sleep(20_000_000))
-    # The tracer waits by its own clock, on which no time passes for the device.
-    torch.cuda.synchronize()
-    tracer.step(1)
-    trace = written(tracer)
-    assert_valid(trace)
-    assert_no_overlap(trace)
+
+    def run_five() -> None:
+        for number in range(5):
+            run(lanes, tracer, schedule, f"L0{number}/forward", lambda task: torch.cuda._sleep(20_000_000))
+        # The tracer waits by its own clock, on which no time passes for the device.
+        torch.cuda.synchronize()
+
+    trace = trace_of_step(tracer, run_five)
     assert trace["otherData"]["unfinished"] == []
     for event in events_of(trace):
         assert event["ts"] >= clock.time_ns() // 1000
@@ -343,17 +334,16 @@ def test_a_run_that_fails_is_marked_and_those_after_it_are_whole(make_tracer: Ma
         if task.kind == "EXPERT" and task.chunk == 0:
             raise BodyError
 
-    tracer.step(0)
-    with pytest.raises(BodyError):
-        run(lanes, tracer, schedule, body=fail)
-    run(lanes, tracer, schedule)
-    tracer.step(1)
-    trace = written(tracer)
-    assert_no_overlap(trace)
+    def act() -> None:
+        with pytest.raises(BodyError):
+            run(lanes, tracer, schedule, body=fail)
+        run(lanes, tracer, schedule)
+
+    trace = trace_of_step(tracer, act)
     first, second = ([event for event in events_of(trace) if event["args"]["run"] == number] for number in (0, 1))
     # The one that failed has an end too. What the other lane had done by then is a matter of chance.
-    assert "fsmoe/L03/fwd/EXPERT/chunk0" in {event["name"] for event in first}
-    assert "fsmoe/L03/fwd/EXPERT/chunk1" not in {event["name"] for event in first}
+    experts = {event["args"]["chunk"] for event in first if event["args"]["kind"] == "EXPERT"}
+    assert experts == {0}
     assert all(event["args"]["cut_short"] for event in first)
     assert len(second) == 4
     assert not any("cut_short" in event["args"] for event in second)
@@ -382,19 +372,14 @@ def test_a_run_inside_a_body_has_rows_of_its_own_and_may_fail_without_taking_the
             with pytest.raises(BodyError) if fails else nullcontext():
                 run(lanes, tracer, inner, "L01/forward", inside)
 
-    tracer.step(0)
-    run(lanes, tracer, outer, "L00/forward", body)
-    tracer.step(1)
-    trace = written(tracer)
-    assert_no_overlap(trace)
+    trace = trace_of_step(tracer, lambda: run(lanes, tracer, outer, "L00/forward", body))
     unfinished = [(each["label"], each["done"]) for each in trace["otherData"]["unfinished"]]
     assert unfinished == ([("L01/forward", 1)] * 2 if fails else [])
     rows = events_by_row(trace)
-    assert [event["args"]["chunk"] for event in events_of(trace) if event["args"]["layer"] == "L00"] == [0, 0, 1, 1]
     for row, events in rows.items():
         assert {event["args"]["layer"] for event in events} == {"L01" if "(2)" in row else "L00"}
-    experts = {event["name"]: event for event in rows["compute"]}
-    first = experts["fsmoe/L00/fwd/EXPERT/chunk0"]
+    assert [event["args"]["chunk"] for event in events_of(trace) if event["args"]["layer"] == "L00"] == [0, 0, 1, 1]
+    (first,) = (event for event in rows["compute"] if event["args"]["chunk"] == 0)
     events = [event for event in events_of(trace) if event["args"]["run"] == 1]
     assert len(events) == (1 if fails else len(inner.tasks))
     assert all(first["ts"] <= event["ts"] for event in events)

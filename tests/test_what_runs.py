@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is printed is what runs: log, ``engine.fsmoe.chosen()``, record and page say one thing of one run."""
+"""Runs that tune themselves. ``{"enabled": true}`` alone measures and chooses once a job is under way, where there is
+something to gain; and what is printed is what runs: log, ``engine.fsmoe.chosen()``, record and page say one thing."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
 from ds_fsmoe.log import log_on_rank_0, show_details
 from ds_fsmoe.offline.report.run_page import portable
+from ds_fsmoe.tuning import autotune as stage
+from ds_fsmoe.tuning.when import STEPS_BEFORE, known_steps, settled
 from tests.hurry import hurry
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -27,34 +31,169 @@ from tests.test_no_longer_said import OLD
 from tests.test_report_conclusion import page_of, section
 
 CASE = Case(2, 1, "fp32", 1, 2, True, expert="gpt")
-STEPS = 60
+MOST_STEPS = 84
+
+
+# ---- what is measured unasked
+
+
+def why_not(block: dict[str, Any], num_ranks: int = 2, **config: Any) -> str | None:
+    found, why = settled(read_block({"fsmoe": {"enabled": True} | block}), config, num_ranks)
+    assert (found.autotune.enabled is False) == (why is not None or block.get("autotune") is False)
+    return why
+
+
+@pytest.mark.parametrize(
+    ("block", "others", "reason"),
+    [
+        ({"deterministic": True}, {}, "fsmoe.deterministic = true"),
+        ({}, {"num_ranks": 1}, "a single rank has no communication to hide"),
+        ({"overlap": False}, {}, "fsmoe.overlap = false"),
+        ({"schedule": "deepspeed"}, {}, "has nothing to choose"),
+        ({"schedule": "lina"}, {}, "has nothing to choose"),
+        ({"num_chunks": {"forward": 2, "backward": 3}}, {}, "fsmoe.num_chunks is set"),
+        ({"record": {"dir": "x", "stop_after": 60}}, {}, "the job ends after 60 steps"),
+        ({}, {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 99}}}, "ends after 99 steps"),
+        ({}, {"autotuning": {"enabled": True}}, "DeepSpeed's own autotuner"),
+    ],
+)
+def test_where_nothing_can_be_gained_nothing_is_measured_and_the_reason_is_told(
+    block: dict[str, Any], others: dict[str, Any], reason: str
+) -> None:
+    assert reason in (why_not(block, **others) or "")
+
+
+def test_a_job_that_may_gain_is_measured() -> None:
+    assert why_not({}) is None
+    assert why_not({"num_chunks": {"forward": 2, "backward": "auto"}}) is None
+    assert why_not({}, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}}) is None
+    assert why_not({}, scheduler={"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}) is None
+    assert why_not({}, scheduler={"type": "x", "params": {"total_num_steps": "auto"}}) is None
+    assert why_not({"autotune": False}, scheduler=None) is None
+    # A schedule that cannot run without numbers gets them, however short the job is; so does who asks for it.
+    for asked in ({"schedule": "fsmoe"}, {"autotune": True}):
+        assert why_not(asked | {"record": {"dir": "x", "stop_after": 20}}) is None
+    both_known = read_block({"fsmoe": {"enabled": True, "record": {"dir": "x", "stop_after": 60}}})
+    assert known_steps(both_known, {"scheduler": {"type": "x", "params": {"total_num_steps": 400}}}) == 60
+
+
+def train(
+    rank: int,
+    block: dict[str, Any],
+    steps: int,
+    fails: bool = False,
+    is_training: bool = True,
+    save: str | None = None,
+    load: str | None = None,
+) -> dict[str, Any]:
+    """Steps of an engine, up to some after it has settled on a plan; from a checkpoint, and with one at the end."""
+    import ds_fsmoe
+
+    said, warned, logger = Said(), Said(logging.WARNING), logging.getLogger("ds_fsmoe")
+    logger.addHandler(said)
+    logger.addHandler(warned)
+    torch.manual_seed(0)
+    model = SmallModel(CASE, rank).train(is_training)
+    measured_at, measure = [], stage.measure
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        measured_at.append(engine.global_steps)
+        if fails:
+            raise stage.MeasuringError("rank 1 failed while measuring: out of memory")
+        return measure(*args, **kwargs)
+
+    stage.measure = watched
+    try:
+        engine, *_ = ds_fsmoe.initialize(model=model, config=CASE.ds_config(fsmoe={"enabled": True} | block))
+        tuner, first = engine.fsmoe.autotune, engine.fsmoe.chosen()
+        if load is not None:
+            engine.load_checkpoint(load)
+        losses, settled_for = [], 0
+        for step in range(steps):
+            torch.manual_seed(100 * step + rank)
+            loss, _ = engine(*batch(step, rank, torch.float32))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            settled_for += tuner is not None and tuner.is_settled
+            if settled_for >= 6 and step > 20:
+                break
+        found = {
+            "losses": losses,
+            "measured_at": measured_at,
+            "is_settled": settled_for > 0,
+            "cluster": None if tuner is None or tuner.result.measured is None else tuner.result.measured.cluster,
+            "plans": {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")},
+            "first": first,
+            "chosen": engine.fsmoe.chosen(),
+        }
+        if save is not None:
+            engine.save_checkpoint(save)
+        engine.destroy()
+    finally:
+        stage.measure = measure
+        logger.removeHandler(said)
+        logger.removeHandler(warned)
+    return found | {"said": said.lines, "warned": warned.lines}
+
+
+def train_all(rank: int, world_size: int, folder: str) -> dict[str, dict[str, Any]]:
+    hurry()
+    unasked = train(rank, {}, MOST_STEPS)
+    untried = {"autotune": {"trials": 0}}
+    return {
+        "unasked": unasked,
+        "off": train(rank, {"autotune": False}, len(unasked["losses"])),
+        "short": train(rank, {}, STEPS_BEFORE - 2),
+        "failed": train(rank, {}, STEPS_BEFORE + 4, fails=True),
+        "evaluation": train(rank, {}, STEPS_BEFORE + 5, is_training=False),
+        "saved": train(rank, untried, 5, save=folder),
+        "resumed": train(rank, untried, STEPS_BEFORE + 3, load=folder),
+    }
+
+
+def test_unasked_a_job_settles_on_a_plan_after_some_steps_and_trains_as_it_did_or_says_why_nothing_was_measured(
+    tmp_path: Path,
+) -> None:
+    first, second = runs = run_on_ranks(train_all, 2, tmp_path / "ranks", str(tmp_path / "saved"))
+    for each in runs:
+        unasked, off = each["unasked"], each["off"]
+        measured_at = {name: run["measured_at"] for name, run in each.items()}
+        # Two more forwards tell the sizes. A checkpoint of before the measuring does not keep it from happening.
+        begins = STEPS_BEFORE + 2
+        assert measured_at == {
+            **{"unasked": [begins], "off": [], "short": [], "failed": [begins]},
+            **{"evaluation": [], "saved": [], "resumed": [5 + begins]},
+        }
+        assert (unasked["is_settled"], unasked["cluster"]) == (True, None)
+        assert unasked["plans"] == first["unasked"]["plans"]
+        assert unasked["losses"] == pytest.approx(off["losses"], rel=1e-5)
+        assert each["failed"]["losses"] == pytest.approx(off["losses"][: STEPS_BEFORE + 4], rel=1e-6)
+    (screen,) = (line for line in first["unasked"]["said"] if "autotune: " in line and "measuring took" in line)
+    assert "  DeepSpeed's schedule" in screen
+    assert not [line for line in second["unasked"]["said"] if "autotune" in line]
+    assert "the job ended after 8 steps, before measuring begins (step 10)" in first["short"]["said"][-1]
+    (warning,) = (line for line in first["failed"]["warned"] if line.startswith("autotune"))
+    assert "measuring failed, so the schedule is unchanged" in warning
+    assert "out of memory" in warning
+    warned = [[line for line in each["evaluation"]["said"] if "evaluation mode" in line] for each in runs]
+    assert [len(each) for each in warned] == [1, 0]
+    assert "call model.train()" in warned[0][0]
+
+
+# ---- what is said of a run that was asked to tune itself
 
 
 def tuned(rank: int, world_size: int, folder: str, keeps_stock: bool) -> dict[str, Any]:
     """A run whose trials keep DeepSpeed's schedule, or the plan that comes first."""
-    import ds_fsmoe
     from ds_fsmoe.tuning.trials import Trials
 
     hurry()
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
     Trials._best = lambda self: self.baseline if keeps_stock else 0  # type: ignore[method-assign,return-value]
-    torch.manual_seed(0)
-    block = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "record": {"dir": folder}}
+    block = {"autotune": {"enabled": True, "trials": 1}, "record": {"dir": folder}}
     if not keeps_stock:
         block["num_chunks"] = {"forward": 2, "backward": 2}
-    engine, *_ = ds_fsmoe.initialize(model=SmallModel(CASE, rank), config=CASE.ds_config(fsmoe=block))
-    first = engine.fsmoe.chosen()
-    for step in range(STEPS):
-        torch.manual_seed(100 * step + rank)
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        if engine.fsmoe.autotune.is_settled and step > STEPS // 3:
-            break
-    found = {"said": said.lines, "first": first, "chosen": engine.fsmoe.chosen()}
-    engine.destroy()
-    return found
+    return train(rank, block, MOST_STEPS)
 
 
 def number(pattern: str, text: str) -> str:
