@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,39 +33,22 @@ from tests.ranks import run_on_ranks
 
 ALIKE = {"fsmoe.schedule": "fsmoe", "number of MoE layers": "2", "dtypes": "bfloat16"}
 Stated = list[Mapping[str, str]]
+HEAD = "the ranks disagree about the job, and would hang if they went on:"
 
 # Name of a case -> what each of two ranks states, and the lines of the message that are expected, if any.
 TWO_RANKS: dict[str, tuple[Stated, list[str]]] = {
-    "the same": ([ALIKE, ALIKE], []),
-    "nothing": ([{}, {}], []),
     "the same in another order": ([ALIKE, dict(reversed(ALIKE.items()))], []),
-    "another value": (
-        [ALIKE, ALIKE | {"fsmoe.schedule": "tutel"}],
-        ["  fsmoe.schedule: rank 0: 'fsmoe'; rank 1: 'tutel'"],
-    ),
+    # One rank has far more facts, and far longer ones.
     "another number of layers": (
         [
-            ALIKE | {"plan L00 forward": "a", "plan L01 forward": "b"},
-            ALIKE
-            | {"number of MoE layers": "3", "plan L00 forward": "a", "plan L01 forward": "b"}
-            # Far more facts, and far longer ones, than the other rank has.
-            | {f"plan L{layer:02d} forward": "c" * 1009 for layer in range(2, 5)},
+            {"dtypes": "bfloat16", "number of MoE layers": "2"},
+            ALIKE | {"number of MoE layers": ""} | {f"plan L{layer:02d} forward": "c" * 1009 for layer in range(2, 5)},
         ],
-        [
-            "  number of MoE layers: rank 0: '2'; rank 1: '3'",
-            *(f"  plan L0{each} forward: rank 0: not stated; rank 1: '{'c' * 72}...'" for each in (2, 3, 4)),
-        ],
-    ),
-    "a rank that lacks a field": (
-        [{"dtypes": "bfloat16"}, ALIKE | {"number of MoE layers": ""}],
         [
             "  fsmoe.schedule: rank 0: not stated; rank 1: 'fsmoe'",
-            "  number of MoE layers: rank 0: not stated; rank 1: ''",
+            "  number of MoE layers: rank 0: '2'; rank 1: ''",
+            *(f"  plan L0{each} forward: rank 0: not stated; rank 1: '{'c' * 72}...'" for each in (2, 3, 4)),
         ],
-    ),
-    "a rank without facts": (
-        [{}, {"dtypes": "bfloat16"}],
-        ["  dtypes: rank 0: not stated; rank 1: 'bfloat16'"],
     ),
     "letters that move from a name to its value": (
         [{"ab": "c"}, {"a": "bc"}],
@@ -81,68 +65,38 @@ def message_of(facts: Mapping[str, str], group: dist.ProcessGroup | None = None,
     return None
 
 
-class Traffic:
-    """What is gathered while it is in use: bytes a rank gave, one number per call, and how often objects were."""
+def said_and_sent(facts: Mapping[str, str], group: dist.ProcessGroup) -> tuple[str | None, list[int], int]:
+    """The message; the bytes that a rank gave, one number per gather; and how often objects were gathered."""
+    given_bytes: list[int] = []
+    num_objects = 0
+    gather, gather_objects = dist.all_gather, dist.all_gather_object
 
-    def __enter__(self) -> Traffic:
-        self.given_bytes: list[int] = []
-        self.num_objects = 0
-        self._stock = dist.all_gather, dist.all_gather_object
+    def counted(into: list[torch.Tensor], own: torch.Tensor, **options: object) -> object:
+        given_bytes.append(own.nbytes)
+        return gather(into, own, **options)
 
-        def gather(into: list[torch.Tensor], own: torch.Tensor, **options: object) -> object:
-            self.given_bytes.append(own.numel() * own.element_size())
-            return self._stock[0](into, own, **options)
+    def counted_objects(*args: object, **options: object) -> None:
+        nonlocal num_objects
+        num_objects += 1
+        gather_objects(*args, **options)
 
-        def gather_objects(*args: object, **options: object) -> None:
-            self.num_objects += 1
-            self._stock[1](*args, **options)
-
-        dist.all_gather, dist.all_gather_object = gather, gather_objects
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        dist.all_gather, dist.all_gather_object = self._stock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counted)
+        patch.setattr(dist, "all_gather_object", counted_objects)
+        return message_of(facts, group), given_bytes, num_objects
 
 
-def check_all_of_two(rank: int, world_size: int) -> dict[str, tuple[str | None, list[int], int]]:
-    """What each case says on this rank; one after the other, so that a case that sends too much spoils the next."""
-    said = {}
-    for name, (stated, _) in TWO_RANKS.items():
-        with Traffic() as traffic:
-            message = message_of(stated[rank])
-        said[name] = message, traffic.given_bytes, traffic.num_objects
-    dist.barrier()
-    return said
-
-
-@pytest.fixture(scope="module")
-def said_by_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[str | None, list[int], int]]]:
-    return run_on_ranks(check_all_of_two, 2, tmp_path_factory.mktemp("two"))
-
-
-def test_ranks_give_one_digest_of_32_bytes_and_more_only_if_they_differ(said_by_two: list) -> None:
-    for said in said_by_two:
-        for name, (_, lines) in TWO_RANKS.items():
-            assert said[name][1:] == ([32], 1 if lines else 0), name
-
-
-def test_two_ranks_pass_where_they_agree_and_say_the_same_where_they_do_not(said_by_two: list) -> None:
-    said = [{name: message for name, (message, *_) in each.items()} for each in said_by_two]
-    assert said[0] == said[1]
-    head = "the ranks disagree about the job, and would hang if they went on:"
-    for name, (_, lines) in TWO_RANKS.items():
-        assert said[0][name] == ("\n".join([head, *lines]) if lines else None), name
-
-
-def check_four(rank: int, world_size: int) -> dict[str, str | None]:
+def check_four(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """What each case of two says on this rank, one after the other, so that one that sends too much spoils the next;
+    and what is said of four ranks."""
+    two = dist.new_group([0, 1])
+    of_two = {name: said_and_sent(stated[rank], two) for name, (stated, _) in TWO_RANKS.items()} if rank < 2 else {}
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     own = pairs[rank % 2]
     alone = [dist.new_group([each]) for each in range(world_size)]
     said = {
-        "one odd": message_of(ALIKE | ({"plan L00 forward": "3 chunks"} if rank == 2 else {"plan L00 forward": "2"})),
+        "one odd": message_of(ALIKE | {"plan L00 forward": "3 chunks" if rank == 2 else "2"}),
         "two and two": message_of({"dtypes": "float32" if rank in (0, 3) else "bfloat16"}, what="dtypes after step 7"),
-        "each its own": message_of({"seed": f"{rank}", "same": "x"}),
-        "agree again": message_of(ALIKE),
         # Of different pairs, so each pair is of one mind.
         "pairs agree": message_of({"pair": str(rank % 2)}, own),
         "one pair does not": message_of({"pair": "x" if rank % 2 else str(rank)}, own),
@@ -151,33 +105,27 @@ def check_four(rank: int, world_size: int) -> dict[str, str | None]:
         "alone": message_of({"rank": str(rank)}, alone[rank]),
     }
     dist.barrier()
-    return said
+    return of_two, said
 
 
-def test_four_ranks_name_the_odd_one_out(tmp_path: Path) -> None:
-    said = run_on_ranks(check_four, 4, tmp_path)
-    for name in ("one odd", "two and two", "each its own", "agree again"):
-        assert len({each[name] for each in said}) == 1, name
-    assert "\n  plan L00 forward: ranks 0-1, 3: '2'; rank 2: '3 chunks'" in said[0]["one odd"]
-    assert "fsmoe.schedule" not in said[0]["one odd"]
-    assert said[0]["two and two"].splitlines() == [
-        "the ranks disagree about dtypes after step 7, and would hang if they went on:",
-        "  dtypes: ranks 0, 3: 'float32'; ranks 1-2: 'bfloat16'",
-    ]
-    assert "\n  seed: rank 0: '0'; rank 1: '1'; rank 2: '2'; rank 3: '3'" in said[0]["each its own"]
-    assert said[0]["agree again"] is None
-    assert [each["pairs agree"] for each in said] == [None] * 4
-    assert [each["others"] for each in said] == [None] * 4
-    assert [each["alone"] for each in said] == [None] * 4
+def test_all_ranks_name_what_differs_and_those_that_agree_send_32_bytes_alone(tmp_path: Path) -> None:
+    assert message_of({"without": "a process group"}) is None
+    of_two, of_four = zip(*run_on_ranks(check_four, 4, tmp_path), strict=True)
+    for name, (_, lines) in TWO_RANKS.items():
+        expected = "\n".join([HEAD, *lines]) if lines else None
+        assert of_two[0][name] == of_two[1][name] == (expected, [32], 1 if lines else 0), name
+    by_name = {name: [said[name] for said in of_four] for name in of_four[0]}
     # By their numbers in the job, not in the group.
-    assert said[0]["one pair does not"] == said[2]["one pair does not"]
-    assert "\n  pair: rank 0: '0'; rank 2: '2'" in said[0]["one pair does not"]
-    assert said[1]["one pair does not"] is said[3]["one pair does not"] is None
-
-
-def test_without_a_process_group_there_is_nobody_to_disagree_with() -> None:
-    assert not dist.is_initialized()
-    assert message_of({"any": "thing"}) is None
+    by_pair = f"{HEAD}\n  pair: rank 0: '0'; rank 2: '2'"
+    after_a_step = HEAD.replace("the job", "dtypes after step 7")
+    assert by_name == {
+        "one odd": [f"{HEAD}\n  plan L00 forward: ranks 0-1, 3: '2'; rank 2: '3 chunks'"] * 4,
+        "two and two": [f"{after_a_step}\n  dtypes: ranks 0, 3: 'float32'; ranks 1-2: 'bfloat16'"] * 4,
+        "pairs agree": [None] * 4,
+        "one pair does not": [by_pair, None, by_pair, None],
+        "others": [None] * 4,
+        "alone": [None] * 4,
+    }
 
 
 # ---- messages
@@ -220,23 +168,20 @@ def phase_plan(degree: int = 2, links: str = "reduce_first", backward: bool = Fa
     return PhasePlan(block, Groups(world=4, gpus_per_node=2, ep=2, esp=2), backward)
 
 
-def test_plans_that_run_otherwise_have_other_facts() -> None:
-    plans = {
-        "as it is": phase_plan(),
-        "another degree": phase_plan(3),
-        "another order of traffic": phase_plan(links="shared"),
-        "the other phase": phase_plan(backward=True),
-        "other groups": replace(phase_plan(), groups=Groups(world=4, gpus_per_node=2, ep=4)),
-        "other lanes": replace(phase_plan(), groups=Groups(world=4, gpus_per_node=4, ep=2, esp=2)),
-    }
-    values = {name: next(iter(facts_of_plan("L03", plan).values())) for name, plan in plans.items()}
-    by_value = {value: name for name, value in values.items()}
-    alike = {frozenset((name, by_value[value])) for name, value in values.items() if by_value[value] != name}
+def test_plans_that_run_otherwise_have_other_facts_and_no_other_do() -> None:
+    plans = [
+        phase_plan(),
+        phase_plan(3),
+        phase_plan(links="shared"),
+        replace(phase_plan(), groups=Groups(world=4, gpus_per_node=2, ep=4)),
+        replace(phase_plan(), groups=Groups(world=4, gpus_per_node=4, ep=2, esp=2)),
+    ]
+    facts = [facts_of_plan("L03", plan) for plan in plans]
+    assert {name for each in facts for name in each} == {"plan L03 forward"}
+    assert len({each["plan L03 forward"] for each in facts}) == len(plans)
+    assert facts_of_plan("L03", phase_plan()) == facts[0]
     # A backward has the tasks of the forward; the name tells them apart.
-    assert alike <= {frozenset(("as it is", "the other phase"))}
-    assert list(facts_of_plan("L03", plans["as it is"])) == ["plan L03 forward"]
-    assert list(facts_of_plan("L03", plans["the other phase"])) == ["plan L03 backward"]
-    assert facts_of_plan("L03", phase_plan()) == facts_of_plan("L03", phase_plan())
+    assert list(facts_of_plan("L03", phase_plan(backward=True))) == ["plan L03 backward"]
 
 
 def test_the_text_of_a_schedule_is_short_and_sees_every_part_of_a_task() -> None:
@@ -245,20 +190,13 @@ def test_the_text_of_a_schedule_is_short_and_sees_every_part_of_a_task() -> None
     assert len(text) < 60
     assert text.startswith("1 chunks, 3 tasks, ")
     assert text == text_of_schedule(Schedule(tuple(replace(task) for task in tasks)))
-    changes = (
-        {"lane": Lane.INTRA},
-        {"chunk": 1},
-        {"layer": 1},
-        {"after": ()},
-        {"kind": "SPREAD"},
-    )
+    changes = ({"lane": Lane.INTRA}, {"chunk": 1}, {"layer": 1}, {"after": ()}, {"kind": "SPREAD"})
     others = {text_of_schedule(Schedule((tasks[0], replace(tasks[1], **change), tasks[2]))) for change in changes}
-    others.add(text_of_schedule(Schedule((tasks[0], tasks[2], replace(tasks[1])))))
+    others.add(text_of_schedule(Schedule((tasks[0], tasks[2], tasks[1]))))
     assert len(others - {text}) == len(changes) + 1
-    assert text_of_schedule(Schedule(())) == text_of_schedule(Schedule(()))
 
 
-def test_facts_of_a_config_go_by_path() -> None:
+def test_facts_are_those_of_the_config_by_path_of_layers_and_of_versions() -> None:
     values = {"schedule": "best", "gate": {"k": 2, "type": "topk"}, "hooks": ["a.b"], "order": None}
     assert facts_of_config(values) == {
         "fsmoe.schedule": "best",
@@ -267,9 +205,6 @@ def test_facts_of_a_config_go_by_path() -> None:
         "fsmoe.hooks": "['a.b']",
         "fsmoe.order": "None",
     }
-
-
-def test_facts_of_layers_tell_their_number_order_types_and_shapes() -> None:
     layers = {"b.moe": nn.Linear(3, 5), "a.moe": nn.Linear(3, 7, bias=False).bfloat16()}
     assert facts_of_layers(layers) == {
         "number of MoE layers": "2",
@@ -278,9 +213,6 @@ def test_facts_of_layers_tell_their_number_order_types_and_shapes() -> None:
         "parameters of L00": "weight float32 [5, 3], bias float32 [5]",
         "parameters of L01": "weight bfloat16 [7, 3]",
     }
-
-
-def test_facts_of_versions_say_what_is_not_there() -> None:
-    facts = facts_of_versions(["torch", "no-such-package-here"])
-    assert facts["version of no-such-package-here"] == "not installed"
-    assert facts["version of torch"].split("+")[0] == torch.__version__.split("+")[0]
+    versions = facts_of_versions(["torch", "no-such-package-here"])
+    assert versions["version of no-such-package-here"] == "not installed"
+    assert versions["version of torch"].split("+")[0] == torch.__version__.split("+")[0]

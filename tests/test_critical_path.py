@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-
-import pytest
 
 from ds_fsmoe.files.traces import TracedRun, trace_of, waits_for
 from ds_fsmoe.offline.report.critical_path import BETWEEN, NOTHING_LEFT, phases
 from ds_fsmoe.planning.schedule import HOLD, Lane, Task
 
-A2A_IN, EXPERT, A2A_OUT = (
+TASKS = A2A_IN, EXPERT, A2A_OUT = (
     Task("A2A_IN", Lane.INTER),
     Task("EXPERT", Lane.COMPUTE, after=(0,)),
     Task("A2A_OUT", Lane.INTER, after=(1,)),
 )
 
 
-def trace(rank: int, spans_ms: list[tuple[float, float]], tasks: list[Task], **about: Any) -> dict[str, Any]:
+def trace(
+    rank: int, spans_ms: list[tuple[float, float]], tasks: Sequence[Task] = TASKS, **about: Any
+) -> dict[str, Any]:
     """Of one phase of one layer on one rank."""
     spans_ns = [(round(begin * 1e6), round(end * 1e6)) for begin, end in spans_ms]
     run = TracedRun(0, "L00/forward", 7, tasks, spans_ns[0][0], spans_ns)
@@ -26,7 +27,7 @@ def trace(rank: int, spans_ms: list[tuple[float, float]], tasks: list[Task], **a
 
 
 def test_one_rank_alone_is_a_chain() -> None:
-    (phase,) = phases({0: trace(0, [(1, 3), (4, 9), (9, 10)], [A2A_IN, EXPERT, A2A_OUT])})
+    (phase,) = phases({0: trace(0, [(1, 3), (4, 9), (9, 10)])})
     assert (phase.key.label, phase.key.step) == ("L00/fwd", 7)
     assert phase.ms == 9
     assert phase.shares_ms() == {"EXPERT": 5, "A2A_IN": 2, BETWEEN: 1, "A2A_OUT": 1}
@@ -39,8 +40,8 @@ def test_one_rank_alone_is_a_chain() -> None:
 def test_the_path_is_without_a_gap_and_goes_over_to_the_rank_that_came_last() -> None:
     # Rank 1's expert is slow, so rank 0 waits for it in the second all-to-all.
     traces = {
-        0: trace(0, [(0, 2), (2, 4), (4, 11)], [A2A_IN, EXPERT, A2A_OUT], peers={"L00": {"A2A_OUT": [0, 1]}}),
-        1: trace(1, [(0, 2), (2, 9), (9, 10.5)], [A2A_IN, EXPERT, A2A_OUT], peers={"L00": {"A2A_OUT": [0, 1]}}),
+        0: trace(0, [(0, 2), (2, 4), (4, 11)], peers={"L00": {"A2A_OUT": [0, 1]}}),
+        1: trace(1, [(0, 2), (2, 9), (9, 10.5)], peers={"L00": {"A2A_OUT": [0, 1]}}),
     }
     (phase,) = phases(traces)
     assert [(each.rank, each.what, each.ms) for each in phase.path] == [
@@ -57,10 +58,9 @@ def test_the_path_is_without_a_gap_and_goes_over_to_the_rank_that_came_last() ->
 
 
 def test_ranks_of_another_group_are_not_waited_for() -> None:
-    apart = {"L00": {"A2A_IN": [0], "A2A_OUT": [0]}}
     traces = {
-        0: trace(0, [(0, 2), (2, 9), (9, 12)], [A2A_IN, EXPERT, A2A_OUT], peers=apart),
-        1: trace(1, [(1, 2), (2, 10), (10, 11)], [A2A_IN, EXPERT, A2A_OUT], peers={"L00": {"A2A_OUT": [1]}}),
+        0: trace(0, [(0, 2), (2, 9), (9, 12)], peers={"L00": {"A2A_IN": [0], "A2A_OUT": [0]}}),
+        1: trace(1, [(1, 2), (2, 10), (10, 11)], peers={"L00": {"A2A_OUT": [1]}}),
     }
     (phase,) = phases(traces)
     assert {each.rank for each in phase.path} == {0}
@@ -91,24 +91,13 @@ def test_a_hold_stands_for_what_it_waits_for() -> None:
     assert waits_for(tasks, 3) == [0]
 
 
-def test_runs_of_one_phase_in_one_step_are_told_apart_by_turn() -> None:
-    spans_ns = [(0, 1000_000), (1000_000, 2000_000), (2000_000, 3000_000)]
-    tasks = [A2A_IN, EXPERT, A2A_OUT]
-    runs = [
-        TracedRun(n, "L00/forward", 7, tasks, 10**7 * n, [(10**7 * n + a, 10**7 * n + b) for a, b in spans_ns])
-        for n in range(3)
-    ]
-    found = phases({0: trace_of(0, "host", runs, {})})
-    assert [each.key.turn for each in found] == [0, 1, 2]
-    assert [each.ms for each in found] == [3, 3, 3]
+def test_runs_of_one_phase_in_one_step_are_told_apart_by_turn_and_one_that_was_cut_short_is_left_out() -> None:
+    def run(number: int, *ends_ns: int) -> TracedRun:
+        begin_ns = 10**7 * number
+        spans_ns = [(begin_ns + end_ns - 10**6, begin_ns + end_ns) for end_ns in ends_ns]
+        return TracedRun(number, "L00/forward", 7, TASKS, begin_ns, [*spans_ns, *[None] * (3 - len(spans_ns))])
 
-
-def test_what_was_cut_short_is_left_out() -> None:
-    whole = TracedRun(0, "L00/forward", 7, [A2A_IN], 0, [(0, 1000_000)])
-    cut = TracedRun(1, "L01/forward", 7, [A2A_IN, EXPERT], 10, [(10, 1000_000), None])
-    assert [each.key.label for each in phases({0: trace_of(0, "host", [whole, cut], {})})] == ["L00/fwd"]
-
-
-@pytest.mark.parametrize("traces", [{}, {0: trace_of(0, "host", [], {})}])
-def test_nothing_traced_is_no_phase(traces: dict[int, Any]) -> None:
-    assert phases(traces) == []
+    runs = [run(number, 10**6, 2 * 10**6, 3 * 10**6) for number in range(3)]
+    found = phases({0: trace_of(0, "host", [*runs, run(3, 10**6)], {})})
+    assert [(each.key.label, each.key.turn, each.ms) for each in found] == [("L00/fwd", turn, 3) for turn in range(3)]
+    assert phases({}) == phases({0: trace_of(0, "host", [], {})}) == []

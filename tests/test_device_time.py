@@ -19,7 +19,7 @@ from ds_fsmoe.measuring import stopwatch
 from ds_fsmoe.measuring.cache import Measurements, Measuring, Timeable
 from ds_fsmoe.measuring.profiler import issues_ahead
 from ds_fsmoe.measuring.stopwatch import BUDGET_S, FEWEST, MOST, MOST_ISSUED_MS, Stopwatch, empty_task_ms, slowdowns
-from ds_fsmoe.observing.device_time import Delay, elapsed_ms, issued_ms, pause_ms
+from ds_fsmoe.observing.device_time import elapsed_ms
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, GRAD_GATHER, GRAD_SCATTER
@@ -37,16 +37,13 @@ SIZES = [50, 100, 200, 400]
 
 
 class TimedDevice(Device):
-    """Streams in milliseconds, beside a host's clock that passes with every launch.
+    """Streams in milliseconds, beside a host's clock that passes with every launch."""
 
-    Args:
-        launch_ms: what a launch takes the host.
-    """
+    launch_ms = 0.05
 
-    def __init__(self, launch_ms: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.host = SetClock()
-        self.launch_ms = launch_ms
         self.num_launches = 0
 
     def launch(self, kernel_ms: float, num_kernels: int = 1) -> None:
@@ -57,11 +54,9 @@ class TimedDevice(Device):
             self.current.time = max(self.current.time, self.host.now_ms) + kernel_ms / num_kernels
 
     def kernels(self, kernel_ms: float, num_kernels: int = 1) -> Callable[[], None]:
-        """What launches them."""
         return lambda: self.launch(kernel_ms, num_kernels)
 
     def synchronize(self, device: object = None) -> None:
-        """Have the host wait for all streams."""
         self.host.now_ms = max(self.host.now_ms, *(each.time for each in self.streams))
 
     def make_event(self, enable_timing: bool = False) -> Device.Event:
@@ -82,10 +77,13 @@ class TimedEvent(Device.Event):
         return end.time - self.time
 
 
+Timed = tuple[TimedDevice, StreamLanes]
+
+
 @pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedDevice, StreamLanes]]:
-    """The device, which takes 0.05 ms to launch a kernel, and lanes on it."""
-    device = TimedDevice(launch_ms=0.05)
+def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
+    """The device and lanes on it."""
+    device = TimedDevice()
     for name, value in {
         "Stream": device.make_stream,
         "Event": device.make_event,
@@ -102,24 +100,18 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[TimedDevice, Stream
     lanes.close()
 
 
-Timed = tuple[TimedDevice, StreamLanes]
-
-
 def of_size(device: TimedDevice, num_kernels: int) -> Callable[[int], Callable[[], None]]:
     return lambda size: device.kernels(TRUTH.ms(size), num_kernels)
 
 
-@pytest.mark.parametrize("num_kernels", [1, 40])
-def test_alpha_is_the_devices_own_and_the_hosts_time_is_told_apart(timed: Timed, num_kernels: int) -> None:
+def test_alpha_is_the_devices_own_and_the_hosts_time_is_told_apart(timed: Timed) -> None:
     device, _ = timed
     measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
-    found = measuring.timing(Timeable("work", "row", SIZES, 1.0, of_size(device, num_kernels)))
+    found = measuring.timing(Timeable("work", "row", SIZES, 1.0, of_size(device, 40)))
     assert found.cost.alpha_ms == pytest.approx(TRUTH.alpha_ms, rel=1e-6)
     assert found.cost.beta_ms == pytest.approx(TRUTH.beta_ms, rel=1e-6)
-    assert found.issued_ms == pytest.approx([0.05 * num_kernels] * len(SIZES))
+    assert found.issued_ms == pytest.approx([2.0] * len(SIZES))
     # By the host's clock, as the work of a device that waits for it, it would bear its launches.
-    by_host_ms = issued_ms(CUDA, device.kernels(TRUTH.ms(50), 40), device.host)
-    assert by_host_ms == pytest.approx(2.0)
     assert elapsed_ms(CUDA, device.kernels(TRUTH.ms(50), 40), None, device.host) > 20 * TRUTH.ms(50)
 
 
@@ -210,26 +202,20 @@ def test_what_handing_out_tasks_costs_is_the_hosts_time(timed: Timed) -> None:
 
             super().run(schedule, dict.fromkeys(bodies, slow), label, observer)
 
-    slow = Slow(CUDA)
     watch = Stopwatch(CUDA, host=device.host)
-    assert empty_task_ms(watch, "empty tasks", slow, schedule, "empty") == pytest.approx(1.0)
-    profile = LayerProfile({}, 1.0, False)
-    assert dict(profile.costs(issues_ahead=True).forward_host_ms) == {}
-    measuring = Measuring(Stopwatch(CUDA, host=device.host), Measurements())
-    timing = measuring.timing(Timeable(FORWARD, "flop", SIZES, 1.0, of_size(device, 30)))
-    found = LayerProfile({FORWARD: timing}, 1.0, False)
-    assert found.costs(issues_ahead=True).forward_host_ms[EXPERT] == pytest.approx(1.0 + 30 * 0.05)
-    assert found.costs(issues_ahead=True).forward[EXPERT].ms(0) == pytest.approx(TRUTH.alpha_ms)
+    assert empty_task_ms(watch, "empty tasks", Slow(CUDA), schedule, "empty") == pytest.approx(1.0)
+    assert dict(LayerProfile({}, 1.0, False).costs(issues_ahead=True).forward_host_ms) == {}
+    timing = Measuring(watch, Measurements()).timing(Timeable(FORWARD, "flop", SIZES, 1.0, of_size(device, 30)))
+    costs = LayerProfile({FORWARD: timing}, 1.0, False).costs(issues_ahead=True)
+    assert costs.forward_host_ms[EXPERT] == pytest.approx(1.0 + 30 * 0.05)
+    assert costs.forward[EXPERT].ms(0) == pytest.approx(TRUTH.alpha_ms)
 
 
-@pytest.mark.parametrize("num_kernels", [1, 60])
-def test_lanes_that_only_share_the_thread_that_issues_do_not_slow_each_other_down(
-    timed: Timed, num_kernels: int
-) -> None:
+def test_lanes_that_only_share_the_thread_that_issues_do_not_slow_each_other_down(timed: Timed) -> None:
     """Each lane's kernels take the device less than they take the host: side by side, from an idle device, both lanes
     get half of the launches, and each would seem to take twice as long."""
     device, lanes = timed
-    work = {lane: lambda: device.kernels(1.0, num_kernels) for lane in (COMPUTE, INTRA, INTER)}
+    work = {lane: lambda: device.kernels(1.0, 60) for lane in (COMPUTE, INTRA, INTER)}
     found = slowdowns(Stopwatch(CUDA, host=device.host), lanes, work, "a test")
     assert found.factors == pytest.approx(dict.fromkeys(found.factors, 1.0), abs=1e-2)
     assert len(found.factors) == 6
@@ -251,19 +237,6 @@ def test_no_more_is_issued_ahead_than_a_device_takes(timed: Timed) -> None:
     assert max(launched) == 2 * 8 * int(MOST_ISSUED_MS / (8 * 0.05))
 
 
-class Levels(AllReduce):
-    """The way of two levels: 40 kernels inside a node and 20 between nodes, of these times in milliseconds."""
-
-    most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
-
-    def __init__(self, device: TimedDevice, inside_ms: float, between_ms: float) -> None:
-        self._work = {task: device.kernels(inside_ms / 2, 20) for task in (GRAD_SCATTER, GRAD_GATHER)}
-        self._work[GRAD] = device.kernels(between_ms, 20)
-
-    def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
-        return self._work[kind]
-
-
 @pytest.mark.parametrize(
     ("inside_ms", "between_ms", "is_faster"), [(12.0, 1.0, True), (8.0, 8.0, True), (9.5, 9.5, False)]
 )
@@ -272,6 +245,14 @@ def test_of_two_ways_to_reduce_gradients_the_one_that_takes_the_device_less_is_f
 ) -> None:
     device, _ = timed
 
+    class Levels(AllReduce):
+        """40 kernels inside a node and 20 between nodes."""
+
+        most_kinds = (GRAD_SCATTER, GRAD, GRAD_GATHER)
+
+        def alone(self, kind: str, scratch: torch.Tensor) -> Callable[[], object]:
+            return device.kernels(between_ms if kind == GRAD else inside_ms / 2, 20)
+
     def all_reduce(tensor: torch.Tensor, op: object = None, group: object = None) -> None:
         if op is None:
             device.launch(0.5 + 2e-5 * tensor.numel() * 4)
@@ -279,7 +260,7 @@ def test_of_two_ways_to_reduce_gradients_the_one_that_takes_the_device_less_is_f
     monkeypatch.setattr(stopwatch.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(stopwatch.torch, "zeros", lambda *shape, **_: torch.empty(*shape).zero_())
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *_: self)
-    ways = AllReduce(None), Levels(device, inside_ms, between_ms)  # type: ignore[arg-type]
+    ways = AllReduce(None), Levels(None)
     # 13.3 ms in one level. In two there are two pieces: half of the shorter time is hidden.
     flat = SimpleNamespace(
         **{"numel": 160_000, "device": CUDA, "group": None, "algorithm_in": lambda in_levels: ways[in_levels]},
@@ -288,76 +269,47 @@ def test_of_two_ways_to_reduce_gradients_the_one_that_takes_the_device_less_is_f
     assert is_faster_in_levels(flat, device.host) is is_faster  # type: ignore[arg-type]
 
 
-def test_a_pause_outlasts_what_it_is_for(timed: Timed) -> None:
-    device, _ = timed
-    delay = Delay(CUDA, device.host)
-    for num_kernels in (1, 10, 1000):
-        work = device.kernels(1.0, num_kernels)
-        issue_ms = issued_ms(CUDA, work, device.host)
-        assert issue_ms == pytest.approx(0.05 * num_kernels)
-        before = device.host.now_ms
-        delay(pause_ms(issue_ms))
-        work()
-        assert device.host.now_ms < before + pause_ms(issue_ms)
-        device.synchronize()
-
-
 # ---- how often something is timed, on a clock that the test sets
-
 
 # What an operation of each size takes.
 TRUE_MS = {1: 2.0, 10: 11.0}
 
 
-class Played:
-    """A stopwatch whose clock moves with what it times.
+def played(times_ms: Callable[[int, int], float], ready_ms: float = 0.0) -> tuple[list[float], list[int]]:
+    """The times that are found of operations that a clock moves with, and the sizes in the order of the operations.
 
     Args:
         times_ms: (size, repetition, 0 for the one that does not count) -> what it takes.
         ready_ms: making ready for it.
     """
+    clock, order = SetClock(), list[int]()
 
-    def __init__(self, times_ms: Callable[[int, int], float], ready_ms: float = 0.0):
-        self.clock = SetClock()
-        self.order: list[int] = []
-        self._times_ms, self._ready_ms = times_ms, ready_ms
-        self.watch = Stopwatch(torch.device("cpu"), host=self.clock)
-
-    def prepare(self, size: int) -> Callable[[], None]:
-        self._pass(self._ready_ms)
+    def prepare(size: int) -> Callable[[], None]:
+        clock.now_ms += ready_ms
 
         def work() -> None:
-            self._pass(self._times_ms(size, self.order.count(size)))
-            self.order.append(size)
+            clock.now_ms += times_ms(size, order.count(size))
+            order.append(size)
 
         return work
 
-    def _pass(self, time_ms: float) -> None:
-        self.clock.now_ms += time_ms
-
-    def found_ms(self) -> list[float]:
-        return self.watch.times_ms("a test", list(TRUE_MS), self.prepare)
+    return Stopwatch(CPU, host=clock).times_ms("a test", list(TRUE_MS), prepare), order
 
 
-def test_the_first_repetition_does_not_count_and_one_that_was_disturbed_changes_nothing() -> None:
-    for disturbed in range(1, 4):
-        factors = {0: 50.0, disturbed: 20.0}
-        played = Played(lambda size, repeat, of=factors: TRUE_MS[size] * of.get(repeat, 1.0))
-        assert played.found_ms() == pytest.approx(list(TRUE_MS.values()))
-
-
-def test_it_is_the_median_neither_the_least_nor_the_mean() -> None:
-    # Making ready takes so long that three are all there is time for; the first of all would move the median down.
-    factors = {0: 0.01, 1: 0.1, 2: 1.0, 3: 1.5}
-    played = Played(lambda size, repeat: TRUE_MS[size] * factors[repeat], ready_ms=BUDGET_S * 1e3)
-    assert played.found_ms() == pytest.approx(list(TRUE_MS.values()))
-
-
-def test_sizes_take_turns_and_what_makes_ready_is_not_timed() -> None:
-    played = Played(lambda size, repeat: TRUE_MS[size], ready_ms=7.0)
-    assert played.found_ms() == pytest.approx(list(TRUE_MS.values()))
-    assert played.order == list(TRUE_MS) * (1 + MOST)
-    assert played.watch.num_timed == 1
+@pytest.mark.parametrize(
+    ("factors", "ready_ms"),
+    [
+        *(({0: 50.0, disturbed: 20.0}, 7.0) for disturbed in range(1, 4)),
+        # Three are all there is time for; neither the least nor the mean, and the first would move the median down.
+        ({0: 0.01, 1: 0.1, 2: 1.0, 3: 1.5}, BUDGET_S * 1e3),
+    ],
+)
+def test_it_is_the_median_of_all_repetitions_but_the_first_without_making_ready(
+    factors: dict[int, float], ready_ms: float
+) -> None:
+    found_ms, order = played(lambda size, repeat: TRUE_MS[size] * factors.get(repeat, 1.0), ready_ms)
+    assert found_ms == pytest.approx(list(TRUE_MS.values()))
+    assert order == list(TRUE_MS) * (len(order) // 2), "sizes take turns"
 
 
 @pytest.mark.parametrize(
@@ -367,6 +319,5 @@ def test_sizes_take_turns_and_what_makes_ready_is_not_timed() -> None:
 def test_there_are_as_many_repetitions_as_there_is_time_for_making_ready_included(
     round_ms: float, repeats: int
 ) -> None:
-    played = Played(lambda size, repeat: round_ms / 4, ready_ms=round_ms / 4)
-    played.found_ms()
-    assert played.order.count(1) == 1 + repeats
+    _, order = played(lambda size, repeat: round_ms / 4, ready_ms=round_ms / 4)
+    assert order.count(1) == 1 + repeats

@@ -29,21 +29,28 @@ from tests.small_model import batch as batch_of_small
 from tests.test_hugging_face import ds_config, engine_of
 from tests.waiting import until
 
-STEPS, NUM_ENGINES = 2, 4
+STEPS, ROUNDS = 2, 2
+OFF = {"autotune": {"enabled": False}}
+TUTEL = {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 2}}
+# Every second one is ended, the others are dropped.
+SMALL = [
+    (Case(2, 1), OFF | {"record": {"dir": "run0"}, "routing": {"record": "routing0"}}),
+    (Case(1, 1), TUTEL | {"record": {"dir": "run1"}}),
+    (Case(2, 2), OFF | {"overlap": False}),
+    (Case(1, 0, "bf16", expert="gpt"), {"esp_size": 2, "trace": {"enabled": True, "start_step": 0, "num_steps": 1}}),
+]
+FAMILY = [(None, OFF | {"routing": {"record": f"routing{at}"}}) for at in range(2)]  # at stage 3
 
 
-def trained(stage: int, rank: int, folder: Path) -> Any:
-    block = {"autotune": {"enabled": False}, "routing": {"record": str(folder / "routing")}}
-    if stage == 3:
+def trained(case: Case | None, block: dict[str, Any], rank: int) -> Any:
+    if case is None:
         engine = engine_of(model_of("mixtral"), ds_config(3, **block))
     else:
-        block["record"] = {"dir": str(folder / "run")}
-        case = Case(2, stage)
-        engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe={"enabled": True} | block))
+        own = {"enabled": True, "ops": "reference"} | block
+        engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe=own))
+    dtype = next(engine.module.parameters()).dtype
     for number in range(STEPS):
-        loss = (
-            loss_of(engine, batch(number, 1)) if stage == 3 else engine(*batch_of_small(number, rank, torch.float32))[0]
-        )
+        loss = loss_of(engine, batch(number, 1)) if case is None else engine(*batch_of_small(number, rank, dtype))[0]
         engine.backward(loss)
         engine.step()
     return engine
@@ -55,54 +62,61 @@ def own_threads() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith(ours) and each.name != "fsmoe-sigterm"]
 
 
-def num_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def has_gone(engine: weakref.ref[Any], most_files: int) -> bool:
+def has_gone(engine: weakref.ref[Any]) -> bool:
     gc.collect()
-    return engine() is None and not own_threads() and num_files() <= most_files
+    return engine() is None and not own_threads()
 
 
-def num_tensors() -> int:
+def held() -> dict[str, int]:
+    """What this process has open, and its tensors."""
+    # A thread that looked after SIGTERM has been told to end, and closes its pipe; nobody joins it.
+    until(lambda: all(each.name != "fsmoe-sigterm" for each in threading.enumerate()))
     gc.collect()
-    return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+    return {
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+        "process groups": len(dist.distributed_c10d._world.pg_map),
+        "tensors": sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()),
+    }
 
 
-def in_a_row(rank: int, world_size: int, folder: str, stage: int) -> list[int]:
-    """For each of several engines, every second one ended before, the tensors that it left. Each goes with its threads
-    and files, down to the files after the second one, or this never returns."""
+def in_turn(rank: int, world_size: int, folder: str, kinds: list[tuple[Case | None, dict[str, Any]]]) -> list[dict]:
+    """What is held after each of several rounds of engines of all kinds. Each goes with its threads, or this never
+    returns."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
 
-    found, most_files = list[int](), 1_000_000
-    for number in range(NUM_ENGINES):
-        before = num_tensors()
-        engine = trained(stage, rank, Path(folder, str(number)))
-        known = weakref.ref(engine)
-        if number % 2:
-            engine.destroy()
-        del engine
-        # The first ones leave what is the process's, such as communicators.
-        until(partial(has_gone, known, most_files))
-        # What is left there of a model that has gone fails a later engine's compiled forward.
-        assert not FWD_MODULE_STACK
-        most_files = num_files() if number == 1 else most_files
-        found.append(num_tensors() - before)
+    found = []
+    for number in range(ROUNDS):
+        os.chdir(Path(folder, str(number)))
+        for at, (case, block) in enumerate(kinds):
+            engine = trained(case, block, rank)
+            known = weakref.ref(engine)
+            if at % 2:
+                engine.destroy()
+            del engine
+            until(partial(has_gone, known))
+            # What is left there of a model that has gone fails a later engine's compiled forward.
+            assert not FWD_MODULE_STACK
+        found.append(held())
+        dist.barrier()  # a rank that leaves closes its ends of what the others count
     return found
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_nothing_stays_of_engines_in_a_row_that_were_ended_or_only_dropped(stage: int, tmp_path: Path) -> None:
-    for of_rank in run_on_ranks(in_a_row, 2, tmp_path / "ranks", str(tmp_path), stage):
-        # What the first one leaves is the process's, such as a flag on the device.
-        assert of_rank[1:] == [0] * (NUM_ENGINES - 1)
+@pytest.mark.parametrize("kinds", [SMALL, pytest.param(FAMILY, marks=pytest.mark.long)], ids=["small", "family"])
+def test_nothing_stays_of_engines_of_several_kinds_in_turn_that_were_ended_or_only_dropped(
+    kinds: list[tuple[Case | None, dict[str, Any]]], tmp_path: Path
+) -> None:
+    for number in range(ROUNDS):
+        (tmp_path / str(number)).mkdir()
+    # What the first round leaves is the process's, such as communicators.
+    for first, *others in run_on_ranks(in_turn, 2, tmp_path / "ranks", str(tmp_path), kinds):
+        assert others == [first] * (ROUNDS - 1)
     from ds_fsmoe.routes.recorded import read_routing
 
-    for number in range(NUM_ENGINES):
-        routing = read_routing(tmp_path / str(number) / "routing")
-        assert (routing.problems, sorted(routing.steps)) == ((), list(range(STEPS)))
-        if stage == 1:
-            run = tmp_path / str(number) / "run"
+    for folder in (tmp_path / str(number) for number in range(ROUNDS)):
+        for each in (folder / "routing0", *([folder / "routing1"] if kinds is FAMILY else [])):
+            routing = read_routing(each)
+            assert (routing.problems, sorted(routing.steps)) == ((), list(range(STEPS)))
+        for run in (folder / "run0", folder / "run1") if kinds is SMALL else ():
             assert len((run / "steps.jsonl").read_text().splitlines()) == STEPS
             assert "ended" in json.loads((run / "run.json").read_text())
 
@@ -110,11 +124,8 @@ def test_nothing_stays_of_engines_in_a_row_that_were_ended_or_only_dropped(stage
 def by_the_model_alone(rank: int, world_size: int, stage: int) -> bool:
     """A script keeps its model alone, whose hooks know the engine, and trains on by that."""
     case = Case(2, stage)
-    config = case.ds_config(fsmoe={"enabled": True, "autotune": {"enabled": False}})
-    import ds_fsmoe
-
     model = SmallModel(case, rank)
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = engine_of(model, case.ds_config(fsmoe={"enabled": True, "autotune": {"enabled": False}}))
     known, before = weakref.ref(engine), model.first.weight.detach().clone()
     del engine
     gc.collect()
@@ -128,56 +139,6 @@ def by_the_model_alone(rank: int, world_size: int, stage: int) -> bool:
 
 def test_an_engine_stays_as_long_as_the_script_has_its_model(tmp_path: Path) -> None:
     assert run_on_ranks(by_the_model_alone, 2, tmp_path, 1) == [True] * 2
-
-
-ROUNDS = 2
-KINDS = [
-    (Case(2, 0), {}),
-    (Case(1, 1), {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 2}}),
-    (Case(2, 2), {"overlap": False}),
-    (Case(1, 0, "bf16", expert="gpt"), {"esp_size": 2, "trace": {"enabled": True, "start_step": 0, "num_steps": 1}}),
-]
-
-
-def held() -> dict[str, int]:
-    """What this process has open."""
-    # A thread that looked after SIGTERM has been told to end, and closes its pipe; nobody joins it.
-    until(lambda: all(each.name != "fsmoe-sigterm" for each in threading.enumerate()))
-    gc.collect()
-    return {
-        "file descriptors": len(os.listdir("/proc/self/fd")),
-        "process groups": len(dist.distributed_c10d._world.pg_map),
-        "threads of ours": sum(each.name.startswith("fsmoe") for each in threading.enumerate()),
-    }
-
-
-def make_use_and_destroy(rank: int, case: Case, block: dict[str, Any]) -> None:
-    import ds_fsmoe
-
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "ops": "reference", **block})
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    loss, _ = engine(*batch_of_small(0, rank, next(model.parameters()).dtype))
-    engine.backward(loss)
-    engine.step()
-    engine.destroy()
-
-
-def engines_in_turn(rank: int, world_size: int, folder: str) -> list[dict[str, int]]:
-    os.chdir(folder)
-    found = []
-    for _ in range(ROUNDS):
-        for case, block in KINDS:
-            make_use_and_destroy(rank, case, block)
-        found.append(held())
-        dist.barrier()  # a rank that leaves closes its ends of what the others count
-    return found
-
-
-def test_engines_of_several_kinds_in_turn_leave_no_file_descriptors_groups_or_threads(tmp_path: Path) -> None:
-    for first, *others in run_on_ranks(engines_in_turn, 2, tmp_path, str(tmp_path)):
-        assert first["threads of ours"] == 0
-        assert others == [first] * (ROUNDS - 1)
 
 
 class Mallinfo(ctypes.Structure):
@@ -198,14 +159,10 @@ def in_use_bytes() -> int:
 
 
 def tune_again_and_again(rank: int, world_size: int, times: int) -> list[int]:
-    import ds_fsmoe
-
     hurry()
     case = Case(2, 0, k=2, expert="gpt")
-    model = SmallModel(case, rank)
     block = {"enabled": True, "ops": "reference", "autotune": {"enabled": True, "trials": 0}}
-    config = case.ds_config(fsmoe=block | {"pipeline_degree": {"max": 2}})
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = engine_of(SmallModel(case, rank), case.ds_config(fsmoe=block | {"pipeline_degree": {"max": 2}}))
     found, before = [], engine.fsmoe.autotune.result
     for _ in range(times):
         for step in range(4):  # the tuning is due ahead of the third

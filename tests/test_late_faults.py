@@ -102,7 +102,7 @@ def test_a_bad_choice_counts_as_none_and_is_reported_without_a_wait_before_by_se
     assert all(found[f"{way}: gradient"] for way in WAYS)
 
 
-def sharing(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+def sharing(rank: int, world_size: int) -> list[str]:
     """What each rank is told of three steps, of which the last rank finds one layer wrong in the second; and of two
     after an evaluation on rank 1 that had a bad choice."""
     from ds_fsmoe.layer.runtime import LateFaults
@@ -115,62 +115,55 @@ def sharing(rank: int, world_size: int) -> tuple[list[str], list[str]]:
             return str(error)
         return ""
 
-    faults = LateFaults()
+    faults, told = LateFaults(), []
     faults.begin_sharing(["first", "second"], torch.device("cpu"))
-    of_training = []
     for number in (0, 3, 0):
-        found = number if rank == world_size - 1 else 0
-        faults.add("second", torch.tensor(found), in_training=True)
+        faults.add("second", torch.tensor(number if rank == world_size - 1 else 0), in_training=True)
         # Of an accumulation, which must not hide it.
         faults.add("second", torch.tensor(0), in_training=True)
         if rank == 0:
             faults.add("first", torch.tensor(0), in_training=True)
-        of_training.append(checked())
+        told.append(checked())
     faults.add("first", torch.tensor(int(rank == 1)), in_training=False)
-    return of_training, [checked(), checked()]
+    told += [checked(), checked()]
+    # The next evaluation refuses what this rank has chosen in the one before, without the others.
+    faults.add("first", torch.tensor(1), in_training=False)
+    with pytest.raises(ValueError, match=f"first: the gate's result on rank {rank}"):
+        faults.add("first", torch.tensor(0), in_training=False)
+    return told
 
 
 def test_what_one_rank_has_found_in_training_or_evaluation_is_raised_by_all_once_with_its_number(
     tmp_path: Path,
 ) -> None:
-    for (first, second, third), (after, later) in run_on_ranks(sharing, 2, tmp_path):
+    for first, second, third, after, later in run_on_ranks(sharing, 2, tmp_path):
         assert first == third == later == ""
         assert second.startswith("second: the gate's result on rank 1: slots_KS")
         assert after.startswith("first: the gate's result on rank 1")
 
 
-def accumulating(rank: int, world_size: int) -> dict[str, Any]:
-    """Steps of two micro batches: what the engine counts after a step that reported a bad choice, and two more."""
+def accumulating(rank: int, world_size: int) -> list[tuple[int, int, str]]:
+    """What the engine counts and says after each micro-batch, two for a step, where the second has a bad choice."""
     import ds_fsmoe
     from tests.test_one_rank import config_of, qwen3
 
     config = config_of("plain") | {"gradient_accumulation_steps": 2}
     engine = ds_fsmoe.initialize(model=qwen3(torch.float32), config=config)[0]
-    ids = torch.randint(0, 64, (1, 8))
-    found: dict[str, Any] = {"counts": []}
+    ids, found = torch.randint(0, 64, (1, 8)), []
     for number in range(4):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         if number == 1:
             engine.fsmoe.running.late_faults.add("layer", torch.tensor(1), in_training=True)
+        said = ""
         try:
             engine.step()
         except ValueError as error:
-            found["said"] = (number, str(error))
-        found["counts"].append((engine.micro_steps, engine.global_steps))
+            said = str(error)
+        found.append((engine.micro_steps, engine.global_steps, said))
     return found
 
 
 def test_an_engine_that_reported_a_bad_choice_counts_on_as_before(tmp_path: Path) -> None:
     (found,) = run_on_ranks(accumulating, 1, tmp_path)
-    assert found["said"][0] == 1
-    assert found["counts"] == [(1, 0), (2, 1), (3, 1), (4, 2)]
-
-
-def test_in_evaluation_a_rank_refuses_its_own_choices_without_the_others() -> None:
-    from ds_fsmoe.layer.runtime import LateFaults
-
-    faults = LateFaults()
-    faults.begin_sharing(["first"], torch.device("cpu"))
-    faults.add("first", torch.tensor(1), in_training=False)
-    with pytest.raises(ValueError, match="first: the gate's result on rank 0"):
-        faults.add("first", torch.tensor(0), in_training=False)
+    assert [counts[:2] for counts in found] == [(1, 0), (2, 1), (3, 1), (4, 2)]
+    assert [bool(said) for *_, said in found] == [False, True, False, False]

@@ -8,8 +8,9 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import deepspeed
 import torch
@@ -22,29 +23,28 @@ from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel
 
 
-def warnings_of_engines(rank: int, world_size: int) -> dict[str, int]:
+def engine_of(initialize: Callable, rank: int, moe_class: type, **blocks: Any) -> deepspeed.DeepSpeedEngine:
+    case = Case(ep_size=2)
+    model = SmallModel(case, rank, moe_class)
+    return initialize(model=model, model_parameters=model.parameters(), config=case.ds_config(**blocks))[0]
+
+
+def warnings_of_engines(rank: int, said: Said) -> dict[str, int]:
     """What was done -> how often the warning had been heard by then."""
-    said = Said(logging.WARNING)
-    logging.getLogger("ds_fsmoe").addHandler(said)
     heard: dict[str, int] = {}
 
     def note(when: str) -> None:
         warning = "by an engine of DeepSpeed, which does not read the fsmoe block"
         heard[when] = sum(warning in line for line in said.lines)
 
-    def engine_of(initialize, moe_class: type, **blocks) -> deepspeed.DeepSpeedEngine:
-        case = Case(ep_size=world_size)
-        model = SmallModel(case, rank, moe_class)
-        return initialize(model=model, model_parameters=model.parameters(), config=case.ds_config(**blocks))[0]
-
     x = torch.randn(BATCH, LENGTH, WIDTH)
-    engine_of(ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": True, "ops": "reference"})(x, x)
+    engine_of(ds_fsmoe.initialize, rank, ds_fsmoe.MoE, fsmoe={"enabled": True, "ops": "reference"})(x, x)
     note("through an entry point")
-    engine_of(ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": False})(x, x)
+    engine_of(ds_fsmoe.initialize, rank, ds_fsmoe.MoE, fsmoe={"enabled": False})(x, x)
     note("through an entry point, disabled")
-    engine_of(deepspeed.initialize, deepspeed.moe.layer.MoE)(x, x)
+    engine_of(deepspeed.initialize, rank, deepspeed.moe.layer.MoE)(x, x)
     note("layers of DeepSpeed's")
-    engine = engine_of(deepspeed.initialize, ds_fsmoe.MoE)
+    engine = engine_of(deepspeed.initialize, rank, ds_fsmoe.MoE)
     engine.eval()
     with torch.no_grad():
         engine(x, x)
@@ -52,32 +52,15 @@ def warnings_of_engines(rank: int, world_size: int) -> dict[str, int]:
     engine.train()
     engine(x, x)
     note("no entry point, trained")
-    checks = [each.deepspeed_moe.fsmoe.checks for each in engine.module.moes]
-    heard["checks left"] = sum(map(len, checks))
+    heard["checks left"] = sum(len(each.deepspeed_moe.fsmoe.checks) for each in engine.module.moes)
     engine(x, x)
-    engine_of(deepspeed.initialize, ds_fsmoe.MoE)(x, x)
+    engine_of(deepspeed.initialize, rank, ds_fsmoe.MoE)(x, x)
     note("no entry point, trained on")
     return heard
 
 
-def test_training_without_an_entry_point_is_warned_of_once_and_on_the_first_rank(tmp_path: Path) -> None:
-    first, second = run_on_ranks(warnings_of_engines, 2, tmp_path)
-    assert first == {
-        "through an entry point": 0,
-        "through an entry point, disabled": 0,
-        "layers of DeepSpeed's": 0,
-        "no entry point, evaluated": 0,
-        "no entry point, trained": 1,
-        "checks left": 0,
-        "no entry point, trained on": 1,
-    }
-    assert set(second.values()) == {0}
-
-
-def warnings_about_blocks(rank: int, world_size: int) -> list[list[str]]:
+def warnings_about_blocks(rank: int, said: Said) -> list[list[str]]:
     """What is said, in a process of each, when an engine of DeepSpeed's own is made with a config."""
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
     heard: list[list[str]] = []
     for initialize, written in (
         (deepspeed.initialize, {"fsmoe": {"enabled": False}}),
@@ -91,28 +74,40 @@ def warnings_about_blocks(rank: int, world_size: int) -> list[list[str]]:
         said.lines.clear()
         missing_engine._has_warned = False
         for _ in range(2):
-            case = Case(ep_size=world_size)
-            model = SmallModel(case, rank, deepspeed.moe.layer.MoE)
-            initialize(model=model, model_parameters=model.parameters(), config=case.ds_config(**written))
+            engine_of(initialize, rank, deepspeed.moe.layer.MoE, **written)
         heard.append([line for line in said.lines if "block" in line and " is on for " not in line])
     return heard
 
 
-def test_a_block_that_is_not_read_is_said_once_by_the_first_rank_with_all_ways_in(tmp_path: Path) -> None:
-    first, second = run_on_ranks(warnings_about_blocks, 2, tmp_path)
-    off, none, none_by_ours, ours, *unread = first
+def all_warnings(rank: int, world_size: int) -> tuple[dict[str, int], list[list[str]]]:
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    return warnings_of_engines(rank, said), warnings_about_blocks(rank, said)
+
+
+def test_the_first_rank_warns_once_of_training_without_an_entry_point_and_of_a_block_that_is_not_read(
+    tmp_path: Path,
+) -> None:
+    (engines, blocks), (other_engines, other_blocks) = run_on_ranks(all_warnings, 2, tmp_path)
+    assert engines == {
+        "through an entry point": 0,
+        "through an entry point, disabled": 0,
+        "layers of DeepSpeed's": 0,
+        "no entry point, evaluated": 0,
+        "no entry point, trained": 1,
+        "checks left": 0,
+        "no entry point, trained on": 1,
+    }
+    off, none, none_by_ours, ours, *unread = blocks
     assert off == none == ours == []
     assert none_by_ours == ["the config has no fsmoe block: stock DeepSpeed trains the model"] * 2
-    assert [len(each) for each in unread] == [1, 1, 1]
-    for (line,), beginning in zip(
-        unread,
-        ("the config has an fsmoe block", "the config has an fsmoe block", "fsmeo = ...: no such block in a DeepSpeed"),
-        strict=True,
-    ):
+    beginnings = [*["the config has an fsmoe block"] * 2, "fsmeo = ...: no such block in a DeepSpeed"]
+    for (line,), beginning in zip(unread, beginnings, strict=True):
         assert line.startswith(beginning)
         for way in ("ds_fsmoe.initialize", "ds_fsmoe.install()", "ds_fsmoe.run", "DS_FSMOE=1"):
             assert way in line
-    assert second == [[]] * 7
+    assert set(other_engines.values()) == {0}
+    assert other_blocks == [[]] * 7
 
 
 def test_engines_are_looked_at_if_deepspeed_is_imported_last_and_its_functions_stay_its_own() -> None:
@@ -135,13 +130,3 @@ def test_a_layer_without_any_engine_is_nobodys_mistake() -> None:
     layer = ds_fsmoe.MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH), num_experts=4)
     layer(torch.randn(5, WIDTH))
     assert layer.deepspeed_moe.fsmoe.checks == []
-
-
-def test_engines_are_watched_once_however_often_it_is_asked_for() -> None:
-    from ds_fsmoe.env_entry_point import _watch_engines_of
-
-    module = SimpleNamespace(DeepSpeedEngine=type("DeepSpeedEngine", (), {}))
-    _watch_engines_of(module)
-    watched = module.DeepSpeedEngine.__init__
-    _watch_engines_of(module)
-    assert module.DeepSpeedEngine.__init__ is watched

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -116,10 +117,9 @@ def profile_of(experts: list[nn.Module], ep: int, esp: int, wires: tuple[float, 
         lanes.close()
 
 
-def made_up_slowdowns(*args: Any) -> Slowdowns:
+def made_up_slowdowns(lanes: Iterable[Lane]) -> Slowdowns:
     """As if every pair of the lanes that were given work had been measured to be slowed otherwise."""
-    _, _, work, _ = args
-    pairs = itertools.permutations(sorted(work), 2)
+    pairs = itertools.permutations(sorted(lanes), 2)
     return Slowdowns({pair: 1.1 + number / 10 for number, pair in enumerate(pairs)})
 
 
@@ -128,9 +128,9 @@ def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, list[di
     rows of every lane."""
     calls: list[dict[Lane, int]] = []
 
-    def measured(*args: Any) -> Slowdowns:
-        calls.append({lane: work.args[0] for lane, work in args[2].items()})
-        return made_up_slowdowns(*args)
+    def measured(watch: Any, lanes: Any, work: dict[Lane, Any], what: str) -> Slowdowns:
+        calls.append({lane: each.args[0] for lane, each in work.items()})
+        return made_up_slowdowns(work)
 
     profiler.slowdowns = measured
     subject = subject_of([GPTFeedForward(WIDTH, HIDDEN)], make_groups(ep, esp), ep, esp)
@@ -142,59 +142,39 @@ def slowed_as_measured(ep: int, esp: int) -> tuple[Slowdowns, Slowdowns, list[di
 
 def be_profiled(rank: int, world_size: int, ep: int, esp: int) -> dict[str, Any]:
     hurry()
-    written = profile_of([GPTFeedForward(WIDTH, HIDDEN) for _ in range(LOCAL)], ep, esp)
     experts = [Counting() for _ in range(LOCAL)]
+    written = profile_of([GPTFeedForward(WIDTH, HIDDEN) for _ in range(LOCAL)], ep, esp)
     torch.manual_seed(rank)
     state = torch.get_rng_state()
     graphs = profile_of(experts, ep, esp)
-    same_state = torch.equal(state, torch.get_rng_state())
+    # Nothing is left behind.
+    assert torch.equal(state, torch.get_rng_state())
+    assert [each.calls.item() for each in experts] == [0] * LOCAL
+    assert all(each.grad is None for expert in experts for each in expert.parameters())
+    assert not graphs.uses_rng
+    assert profile_of([Counting(0.3)], ep, esp).uses_rng
     return {
         "written": written,
         "graphs": graphs,
-        "drawing": profile_of([Counting(0.3)], ep, esp).uses_rng,
         "narrow": profile_of([GPTFeedForward(WIDTH, HIDDEN)], ep, esp, wires=(0.5, 1.0)),
-        "calls": [each.calls.item() for each in experts],
-        "same state": same_state,
-        "gradients": [each.grad for expert in experts for each in expert.parameters()],
         "slowed": slowed_as_measured(ep, esp),
     }
 
 
-Found = tuple[int, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)], ids="{} shards".format)
-def found_by(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The number of shards of an expert, and what each of two ranks (or of four) has found."""
-    esp = request.param
-    return esp, run_on_ranks(be_profiled, 2 * esp, tmp_path_factory.mktemp("profiled") / "ranks", 2, esp)
-
-
-def test_conversions_are_measured_where_wires_ask_for_them_by_the_bytes_of_whole_rows(found_by: Found) -> None:
-    esp, results = found_by
-    found = results[0]["narrow"].operations
-    assert all(each["narrow"] == results[0]["narrow"] for each in results)
-    assert not {QUANTISED, DEQUANTISED} & set(results[0]["written"].operations)
-    for name in (QUANTISED, DEQUANTISED):
-        assert found[name].unit == "byte"
-        # On a rank with one expert, from two ranks of each shard, in float32.
-        assert found[name].sizes[-1] == 2 * esp * MEASURED * WIDTH * 4
-
-
-def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks_at_the_sizes_of_the_planners_tasks(
-    found_by: Found,
+@pytest.mark.parametrize("esp", [2, pytest.param(1, marks=pytest.mark.long)], ids="{} shards".format)
+def test_what_is_measured_is_so_on_all_ranks_alike_at_the_sizes_of_the_planners_tasks_and_leaves_nothing_behind(
+    esp: int, tmp_path: Path
 ) -> None:
-    esp, results = found_by
-    first = results[0]
-    assert all(each["written"] == first["written"] and each["graphs"] == first["graphs"] for each in results)
+    results = run_on_ranks(be_profiled, 2 * esp, tmp_path / "ranks", 2, esp)
+    written, graphs, narrow = (results[0][name] for name in ("written", "graphs", "narrow"))
     sent_bytes = 2 * LOCAL * MEASURED * WIDTH * 4
     flops = 2 * 2 * esp * MEASURED * LOCAL * 2 * WIDTH * HIDDEN
     largest = {ALL_TO_ALL: sent_bytes, FORWARD: flops, BACKWARD: 2 * flops}
     if esp > 1:
         largest |= dict.fromkeys((ALL_GATHER, REDUCE_SCATTER), 2 * sent_bytes)
-    assert {name: timing.sizes[-1] for name, timing in first["written"].operations.items()} == largest
-    assert set(first["graphs"].operations) == {*largest, BACKWARD_ANEW}
-    for found in (first["written"], first["graphs"]):
+    assert {name: timing.sizes[-1] for name, timing in written.operations.items()} == largest
+    assert set(graphs.operations) == {*largest, BACKWARD_ANEW}
+    for found in (written, graphs):
         assert found.task_ms > 0
         for timing in found.operations.values():
             assert len(timing.sizes) >= len(measured_slots(CAPACITY))
@@ -204,6 +184,22 @@ def test_every_operation_of_a_layer_is_measured_alike_on_all_ranks_at_the_sizes_
             assert predicted_ms == sorted(predicted_ms)
             assert timing.fit.r2 <= 1.0
             assert timing.fit.worst_share >= 0.0
+    # Conversions are measured where wires ask for them, by the bytes of whole rows: on a rank with one expert, from two
+    # ranks of each shard, in float32.
+    for name in (QUANTISED, DEQUANTISED):
+        assert (narrow.operations[name].unit, narrow.operations[name].sizes[-1]) == (
+            "byte",
+            2 * esp * MEASURED * WIDTH * 4,
+        )
+    lanes = [Lane.INTER, Lane.INTRA, Lane.COMPUTE] if esp > 1 else [Lane.INTER, Lane.COMPUTE]
+    for each in results:
+        assert (each["written"], each["graphs"], each["narrow"]) == (written, graphs, narrow)
+        # How lanes slow each other is kept pair by pair, and measured once.
+        found, again, (rows_of,) = each["slowed"]
+        assert found == again == made_up_slowdowns(lanes)
+        assert sorted(rows_of) == sorted(lanes)
+        # A quarter of the slots of a layer: an expert on each of two ranks, and as many of those that share its shards.
+        assert all(1 <= rows <= 2 * esp * MEASURED // 4 for lane, rows in rows_of.items() if lane is not Lane.COMPUTE)
 
 
 @pytest.mark.parametrize(("num_written", "is_measured"), [(0, True), (1, True), (2, False)])
@@ -220,27 +216,6 @@ def test_a_backward_in_other_chunks_is_measured_as_soon_as_one_expert_is_not_wri
     sizes: Any = SimpleNamespace(width=2, dtype=torch.float32, comm_byte_shares=(1.0, 1.0))
     call = FirstCall(experts, forms, sizes, SimpleNamespace(restored=nullcontext), 3)
     assert (BACKWARD_ANEW in layer_kinds._subject("L00", layer, call).computations) is is_measured
-
-
-def test_measuring_leaves_nothing_behind(found_by: Found) -> None:
-    for each in found_by[1]:
-        assert each["calls"] == [0, 0]
-        assert each["same state"]
-        assert each["gradients"] == [None] * 4
-        assert each["drawing"]
-        assert not each["graphs"].uses_rng
-
-
-def test_how_lanes_slow_each_other_is_kept_pair_by_pair_and_measured_once(found_by: Found) -> None:
-    esp, results = found_by
-    lanes = [Lane.INTER, Lane.INTRA, Lane.COMPUTE] if esp > 1 else [Lane.INTER, Lane.COMPUTE]
-    for each in results:
-        found, again, measured = each["slowed"]
-        assert found == again == made_up_slowdowns(None, None, lanes, "")
-        (rows_of,) = measured
-        assert sorted(rows_of) == sorted(lanes)
-        # A quarter of the slots of a layer: an expert on each of two ranks, and as many of those that share its shards.
-        assert all(1 <= rows <= 2 * esp * MEASURED // 4 for lane, rows in rows_of.items() if lane is not Lane.COMPUTE)
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3, 16, 97])
@@ -294,81 +269,60 @@ def test_the_doubt_about_a_layer_is_how_far_off_its_lines_it_is_of_all_that_it_t
     assert LayerProfile({}, 0.0, False).relative_residual == 0.0
 
 
-# ---- clocks of several ranks
+def test_of_two_ways_the_faster_one_is_taken_by_size_with_one_change_at_most() -> None:
+    sizes = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+    early, slow = Timing("byte", sizes, sizes), Timing("byte", sizes, tuple(3 * size for size in sizes))
+    late = Timing("byte", sizes, (5.0, 5.1, 5.2, 5.4, 5.8, 6.6))
+    rule, taken = fastest({"exchange": early, "backend": late})
+    assert rule == ((0.0, "exchange"), (8.0, "backend"))
+    assert taken.times_ms == (1.0, 2.0, 4.0, 5.4, 5.8, 6.6)
+    assert fastest({"exchange": late, "backend": early})[0] == ((0.0, "backend"), (8.0, "exchange"))
+    assert fastest({"exchange": early, "backend": slow}) == (((0.0, "exchange"),), early)
+    # Two changes would be best. What is a little longer at the largest size is less than a quarter more at another.
+    one, other = (Timing("byte", sizes[:3], times) for times in ((1.0, 10.0, 100.0), (3.0, 8.0, 103.0)))
+    assert fastest({"exchange": one, "backend": other})[0] == ((0.0, "exchange"), (2.0, "backend"))
 
 
-def sleep_by_rank(rank: int, world_size: int) -> list[float]:
+def sleep_by_rank(rank: int) -> list[float]:
     clock = FakeClock()
     watch = Stopwatch(CPU, host=clock)
 
-    def prepare(size: int):
-        return lambda: clock.sleep(0.1 if rank == 0 else 0.005)
+    def prepare(size: int) -> Callable[[], None]:
+        return lambda: clock.sleep(0.1 if rank == 0 else 0.01)
 
-    group = dist.new_group(list(range(world_size)))
-    return [
-        *watch.times_ms("a collective", [1], prepare, group),
-        *watch.times_ms("a computation", [1], prepare),
-    ]
+    group = dist.new_group(list(range(3)))
+    return [*watch.times_ms("a collective", [1], prepare, group), *watch.times_ms("a computation", [1], prepare)]
 
 
-def test_a_collective_takes_what_it_takes_its_ranks_on_average_and_a_computation_what_it_takes_the_slowest(
-    tmp_path: Path,
-) -> None:
-    for collective_ms, computation_ms in run_on_ranks(sleep_by_rank, 2, tmp_path / "ranks"):
-        assert (collective_ms, computation_ms) == pytest.approx((52.5, 100.0))
-
-
-# ---- one fate
-
-
-def fail_on_one(rank: int, world_size: int, failing: int) -> str:
+def error_of_measuring(fails: bool) -> str:
     try:
-        profile_of([Counting(fails=rank == failing)], world_size, 1)
+        profile_of([Counting(fails=fails)], 3, 1)
     except MeasuringError as error:
         return f"{error} | {error.__cause__!r}"
     return "went through"
 
 
-def test_a_rank_that_fails_ends_the_measuring_on_all_of_them_with_its_error(tmp_path: Path) -> None:
-    said = "rank 1 failed while measuring experts forward of Counting, 104 slots: OSError: the disk is on fire"
-    first, second, *_ = run_on_ranks(fail_on_one, 2, tmp_path / "ranks", 1)
-    assert first == f"{said} | None"
-    assert second == f"{said} | OSError('the disk is on fire')"
-
-
-# ---- several ways to do the same
-
-
-def test_of_two_ways_the_faster_one_is_taken_by_size_with_one_change_at_most() -> None:
-    sizes = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-    early = Timing("byte", sizes, (1.0, 2.0, 4.0, 8.0, 16.0, 32.0))
-    late = Timing("byte", sizes, (5.0, 5.1, 5.2, 5.4, 5.8, 6.6))
-    rule, taken = fastest({"exchange": early, "backend": late})
-    assert rule == ((0.0, "exchange"), (8.0, "backend"))
-    assert taken.times_ms == (1.0, 2.0, 4.0, 5.4, 5.8, 6.6)
-    assert fastest({"exchange": early, "backend": Timing("byte", sizes, tuple(3 * t for t in early.times_ms))}) == (
-        ((0.0, "exchange"),),
-        early,
-    )
-    # Two changes would be best. What is a little longer at the largest size is less than a quarter more at another.
-    one = Timing("byte", (1.0, 2.0, 4.0), (1.0, 10.0, 100.0))
-    other = Timing("byte", (1.0, 2.0, 4.0), (3.0, 8.0, 103.0))
-    assert fastest({"exchange": one, "backend": other})[0] == ((0.0, "exchange"), (2.0, "backend"))
-    assert fastest({"exchange": late, "backend": early})[0] == ((0.0, "backend"), (8.0, "exchange"))
-
-
-def reduce_by(rank: int, world_size: int) -> list[torch.Tensor]:
-    groups = make_groups(1, world_size)
-    y_NecM = torch.arange(2.0 * world_size * 3 * 5).view(2 * world_size, 1, 3, 5) * (rank + 1)
+def reduced_by_every_way(rank: int) -> list[torch.Tensor]:
+    groups = make_groups(1, 3)
+    y_NecM = torch.arange(2.0 * 3 * 3 * 5).view(2 * 3, 1, 3, 5) * (rank + 1)
     ways = ((), ((0.0, "exchange"),), ((0.0, "backend"),), ((0.0, "backend"), (y_NecM.nbytes + 1.0, "exchange")))
     collectives = [Collectives(FlatAllToAll().exchange, None, groups.esp_group, reduces=each) for each in ways]
     assert [each.reduce_method(y_NecM) for each in collectives] == ["exchange", "exchange", "backend", "backend"]
     return [each.reduce(y_NecM) for each in collectives]
 
 
-def test_every_way_to_reduce_gives_the_same_sum(tmp_path: Path) -> None:
-    for found in run_on_ranks(reduce_by, 3, tmp_path / "ranks"):
-        assert all(torch.equal(each, found[0]) for each in found)
+def on_three(rank: int, world_size: int) -> tuple[list[float], list[torch.Tensor], str]:
+    hurry()
+    return sleep_by_rank(rank), reduced_by_every_way(rank), error_of_measuring(rank == 1)
+
+
+def test_ranks_share_one_time_of_an_operation_one_sum_by_every_way_to_reduce_and_one_error(tmp_path: Path) -> None:
+    said = "rank 1 failed while measuring experts forward of Counting, 104 slots: OSError: the disk is on fire"
+    for rank, (times_ms, reduced, error) in enumerate(run_on_ranks(on_three, 3, tmp_path / "ranks")):
+        # A collective takes what it takes its ranks on average, and a computation what it takes the slowest.
+        assert times_ms == pytest.approx([40.0, 100.0])
+        assert all(torch.equal(each, reduced[0]) for each in reduced)
+        assert error == f"{said} | {OSError('the disk is on fire') if rank == 1 else None!r}"
 
 
 def test_between_nodes_the_mean_over_the_groups_of_all_places_counts() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -57,49 +56,36 @@ from tests.trace_cases import (
 )
 
 FIXTURES = (lanes, make_tracer)  # which pytest finds by their names here
+MakeTracer = Callable[..., Tracer]
 
 
-def test_files_of_all_ranks_become_one(make_tracer: Callable[..., Tracer], tmp_path: Path, lanes: Lanes) -> None:
-    tracers = [make_tracer(rank=rank) for rank in range(11)]
-    for tracer in tracers:
-        tracer.step(0)
-        run(lanes, tracer, two_chunks(), f"L{tracer._rank:02d}/forward")
-        tracer.step(1)
-        about = written(tracer)
-        about["otherData"]["world_size"] = 11
-        write_trace(about, tracer.path)
-    merged = merge_traces(tmp_path)
-    assert merged == tmp_path / "trace.json"
-    trace = json.loads(merged.read_text())
-    assert_valid(trace)
-    assert_no_overlap(trace)
-    layer_of_pid = {(event["pid"], event["args"]["layer"]) for event in events_of(trace)}
-    assert layer_of_pid == {(rank + 1, f"L{rank:02d}") for rank in range(11)}
-    assert len(events_of(trace)) == 44
-    assert len({tid for _, tid in row_names(trace)}) == len(row_names(trace)) == 33
-    about = trace["otherData"]
-    assert list(about["ranks"]) == [str(rank) for rank in range(11)]
-    assert about["ranks"]["7"]["rank"] == 7
-    assert (about["missing"], about["unreadable"], about["of_another_job"]) == ([], [], [])
-
-
-def test_files_that_are_missing_or_truncated_are_named_and_the_others_merged(
+def test_files_of_ranks_become_one_and_what_is_missing_or_truncated_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runs = [TracedRun(0, "L00/forward", 0, (Task("EXPERT", COMPUTE),), 5000, [(6000, 9000)])]
-    for rank in (0, 2, 3, 4):
-        write_trace(trace_of(rank, "here", runs, {"world_size": 7}), rank_file(tmp_path, rank))
+    for rank in range(12):
+        runs = [TracedRun(0, f"L{rank:02d}/forward", 0, (Task("EXPERT", COMPUTE),), 5000, [(6000, 9000)])]
+        write_trace(trace_of(rank, "here", runs, {"world_size": 13}), rank_file(tmp_path, rank))
     whole = rank_file(tmp_path, 2).read_text()
-    rank_file(tmp_path, 2).write_text(whole[: len(whole) // 2])
-    rank_file(tmp_path, 4).write_text("[1, 2]")
-    rank_file(tmp_path, 5).write_text('{"otherData": {}}')
+    for rank, text in ((2, whole[: len(whole) // 2]), (4, "[1, 2]"), (5, '{"otherData": {}}')):
+        rank_file(tmp_path, rank).write_text(text)
+    rank_file(tmp_path, 1).unlink()
     for stranger in ("rank3.json.99.tmp", "ranks.json", "rank_1.json", "rank1.json.old.json"):
         (tmp_path / stranger).write_text("no")
-    trace = json.loads(merge_traces(tmp_path).read_text())
-    assert {event["pid"] for event in trace["traceEvents"]} == {1, 4}
-    assert trace["otherData"]["missing"] == ["rank1.json", "rank6.json"]
-    assert trace["otherData"]["unreadable"] == ["rank2.json", "rank4.json", "rank5.json"]
-    assert "missing: rank1.json, rank6.json" in caplog.text
+    merged = merge_traces(tmp_path)
+    assert merged == tmp_path / "trace.json"
+    trace, ranks = json.loads(merged.read_text()), [0, 3, *range(6, 12)]
+    assert_valid(trace)
+    assert_no_overlap(trace)
+    assert {(event["pid"], event["args"]["layer"]) for event in events_of(trace)} == {
+        (rank + 1, f"L{rank:02d}") for rank in ranks
+    }
+    assert len({tid for _, tid in row_names(trace)}) == len(row_names(trace)) == 3 * len(ranks)
+    about = trace["otherData"]
+    assert list(about["ranks"]) == [str(rank) for rank in ranks]
+    assert about["ranks"]["7"]["rank"] == 7
+    assert about["missing"] == ["rank1.json", "rank12.json"]
+    assert about["unreadable"] == ["rank2.json", "rank4.json", "rank5.json"]
+    assert "missing: rank1.json, rank12.json" in caplog.text
     assert "unreadable: rank2.json, rank4.json, rank5.json" in caplog.text
 
 
@@ -121,39 +107,8 @@ def test_merging_nothing_is_an_error_that_names_the_folder(tmp_path: Path) -> No
         merge_traces(tmp_path)
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = rank_file(tmp_path, 0)
-    write_trace({"traceEvents": [], "otherData": {}}, path)
-    before, seen = path.read_text(), []
-
-    def full(file: int) -> None:
-        # All is written by now, and the old file is still there.
-        seen.extend(each.stat().st_size for each in tmp_path.iterdir())
-        raise OSError("No space left on device")
-
-    with path.open() as reader:
-        write_trace({"traceEvents": [1], "otherData": {}}, path)
-        assert reader.read() == before
-    before = path.read_text()
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_trace({"traceEvents": [7] * 1009, "otherData": {}}, path)
-    assert len(seen) == 2
-    assert max(seen) > 3 * 1009
-    assert path.read_text() == before
-    assert [each.name for each in tmp_path.iterdir()] == ["rank0.json"]
-
-
-def test_an_earlier_trace_of_the_same_rank_is_not_taken_for_this_one(
-    make_tracer: Callable[..., Tracer], tmp_path: Path
-) -> None:
-    rank_file(tmp_path, 0).write_text("of yesterday")
-    tracer = make_tracer(start_step=10)
-    assert not tracer.path.exists()
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_at_once_and_a_full_disk_ends_no_training(
-    make_tracer: Callable[..., Tracer],
+def test_a_folder_that_cannot_be_made_is_an_error_at_once_a_full_disk_ends_no_training_and_an_old_trace_is_removed(
+    make_tracer: MakeTracer,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -166,7 +121,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once_and_a_full_disk_ends_n
         raise OSError("No space left on device")
 
     monkeypatch.setattr(trace_module, "write_trace", full)
+    rank_file(tmp_path, 0).write_text("of yesterday")
     tracer = make_tracer()
+    assert not tracer.path.exists()
     tracer.step(0)
     tracer.step(1)
     assert "the trace of rank 0 was lost: No space left on device" in caplog.text
@@ -175,13 +132,9 @@ def test_a_folder_that_cannot_be_made_is_an_error_at_once_and_a_full_disk_ends_n
 # ---- predicted rows
 
 
-def test_what_was_predicted_stands_beside_each_run_from_where_it_began(
-    make_tracer: Callable[..., Tracer], lanes: Lanes
-) -> None:
-    schedule = two_chunks()
-    a2a_in, expert = LinearCost(2.0, 0.0), LinearCost(3.0, 0.0)
-    timeline = simulate(schedule, {"A2A_IN": a2a_in, "EXPERT": expert})
-    clock = FakeClock()
+def test_what_was_predicted_stands_beside_each_run_from_where_it_began(make_tracer: MakeTracer, lanes: Lanes) -> None:
+    schedule, clock = two_chunks(), FakeClock()
+    timeline = simulate(schedule, {"A2A_IN": LinearCost(2.0, 0.0), "EXPERT": LinearCost(3.0, 0.0)})
     tracer = make_tracer(predicted={"L03/backward": timeline, "L09/forward": timeline}, host=clock)
     tracer.step(0)
     began_us = []
@@ -191,27 +144,24 @@ def test_what_was_predicted_stands_beside_each_run_from_where_it_began(
     tracer.step(1)
     trace = written(tracer)
     assert_valid(trace)
-    rows = events_by_row(trace)
     # Less was predicted than it took, so one row of each is enough; the runs without a prediction have none.
-    assert set(rows) == {"compute", "inter", "predicted compute", "predicted inter"}
+    assert set(events_by_row(trace)) == {"compute", "inter", "predicted compute", "predicted inter"}
+    assert len(events_of(trace, "predicted")) == 8
     for number in (1, 2):
         predicted = [event for event in events_of(trace, "predicted") if event["args"]["run"] == number]
         measured = [event for event in events_of(trace) if event["args"]["run"] == number]
-        assert {event["name"] for event in predicted} == {event["name"] for event in measured}
         start_us = predicted[0]["ts"]
         assert began_us[number] == start_us == min(event["ts"] for event in measured)
         spans = {event["name"]: (event["ts"] - start_us, event["dur"]) for event in predicted}
-        expected = {
-            "fsmoe/L03/bwd/A2A_IN/chunk0": (0, 2000),
-            "fsmoe/L03/bwd/EXPERT/chunk0": (2000, 3000),
-            "fsmoe/L03/bwd/A2A_IN/chunk1": (2000, 2000),
-            "fsmoe/L03/bwd/EXPERT/chunk1": (5000, 3000),
-        }
-        for name, (at_us, took_us) in expected.items():
+        assert set(spans) == {event["name"] for event in measured}
+        for name, span_us in (
+            ("fsmoe/L03/bwd/A2A_IN/chunk0", (0, 2000)),
+            ("fsmoe/L03/bwd/EXPERT/chunk0", (2000, 3000)),
+            ("fsmoe/L03/bwd/A2A_IN/chunk1", (2000, 2000)),
+            ("fsmoe/L03/bwd/EXPERT/chunk1", (5000, 3000)),
+        ):
             # Rounded down to microseconds, start and end each.
-            assert abs(spans[name][0] - at_us) <= 1
-            assert abs(spans[name][1] - took_us) <= 1
-    assert len(events_of(trace, "predicted")) == 8
+            assert spans[name] == pytest.approx(span_us, abs=1)
 
 
 def test_predictions_that_reach_into_the_next_runs_have_further_rows_with_room_for_every_run() -> None:
@@ -291,15 +241,18 @@ def test_two_ranks_trace_every_task_of_a_pipeline_and_nothing_else(
         trace = read_trace(rank_file(folder, rank))
         assert_valid(trace)
         assert_no_overlap(trace)
-        assert trace["otherData"]["complete"] is True
-        assert trace["otherData"]["world_size"] == 2
-        for category in ("measured", "predicted"):
+        assert (trace["otherData"]["complete"], trace["otherData"]["world_size"]) == (True, 2)
+        for category in (MEASURED, PREDICTED):
             found = defaultdict(list)
             for event in events_of(trace, category):
-                if event["args"]["layer"] == "L03":
-                    found[event["args"]["step"], event["args"]["phase"]].append((event["name"], event["args"]["lane"]))
-            expected = {(step, phase): phases[index] for step in (1, 2) for index, phase in enumerate(("fwd", "bwd"))}
-            assert found == expected
+                args = event["args"]
+                found[args["layer"], args["step"], args["phase"]].append((event["name"][10:], args["lane"]))
+            assert found == {
+                (layer, step, phase): [(name[10:], lane) for name, lane in tasks]
+                for layer in ("L02", "L03")
+                for step in (1, 2)
+                for phase, tasks in zip(("fwd", "bwd"), phases, strict=True)
+            }
         assert [name.rsplit("/", 2)[1] for name, _ in phases[0]].count("EXPERT") == 3
         assert {name.rsplit("/", 2)[1] for phase in phases for name, _ in phase} == {"EXPERT", *kinds}
         assert {lane for _, lane in phases[0]} == {"compute", "inter" if esp == 1 else "intra"}
@@ -307,13 +260,8 @@ def test_two_ranks_trace_every_task_of_a_pipeline_and_nothing_else(
     assert_valid(merged)
     assert_no_overlap(merged)
     assert merged["otherData"]["missing"] == []
-    for category in (MEASURED, PREDICTED):
-        labels = {"/".join((each["args"]["layer"], each["args"]["phase"])) for each in events_of(merged, category)}
-        assert labels == {"L02/bwd", "L02/fwd", "L03/bwd", "L03/fwd"}
     # A collective cannot end on one rank before it has begun on the other: their clocks are one.
     last = [event for event in events_of(merged) if event["args"]["kind"] == kinds[1] and event["args"]["step"] == 2]
     for name in {event["name"] for event in last}:
-        starts, ends = zip(
-            *((each["ts"], each["ts"] + each["dur"]) for each in last if each["name"] == name), strict=True
-        )
-        assert max(starts) <= min(ends) + 1000
+        both = [(each["ts"], each["ts"] + each["dur"]) for each in last if each["name"] == name]
+        assert max(start for start, _ in both) <= min(end for _, end in both) + 1000

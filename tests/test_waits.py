@@ -38,7 +38,7 @@ def dotted(node: ast.AST) -> str:
 def unmarked(source: str) -> list[tuple[str, str]]:
     """The function and the text of each call that blocks outside of a ``with waiting(...)``."""
     found = []
-    to_visit: list[tuple[ast.AST, str, bool]] = [(ast.parse(source), "", False)]
+    to_visit: list[tuple[ast.AST, str, bool]] = [(ast.parse(source), "", False)] * bool(BLOCKING.search(source))
     while to_visit:
         node, function, is_marked = to_visit.pop()
         if isinstance(node, ast.FunctionDef | ast.Lambda):

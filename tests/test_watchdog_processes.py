@@ -31,7 +31,7 @@ from tests.fake_clock import SteppedClock
 from tests.lane_cases import COMPUTE, CPU, INTER
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.samples import sampled
 from tests.trace_cases import assert_no_overlap, assert_valid, events_of, two_chunks
 from tests.waiting import LIMIT_S, linger, stand_still, until, until_blocked
 from tests.watchdog_cases import LOOKS_FOR_A_HANG, TIMEOUT_S, Hangs, lane_rows, nobody_looks_after_sigterm
@@ -92,24 +92,21 @@ def run_until_one_is_missing(rank: int, world_size: int, folder: str, overlap: b
 
 
 HANG = "hang: a run is under way, and for 4.0 s no task has begun or finished"
+ENDS = [
+    (True, HANG_STATUS, HANG),
+    (False, HANG_STATUS, HANG),
+    # Where the main thread waits for a lane, Python's handlers run. In a collective they do not.
+    (True, -signal.SIGTERM, "SIGTERM"),
+    (False, TERMINATED_STATUS, "SIGTERM"),
+]
 
 
-@pytest.mark.parametrize(
-    ("overlap", "is_hang", "code", "reason"),
-    [
-        (True, True, HANG_STATUS, HANG),
-        (False, True, HANG_STATUS, HANG),
-        # Where the main thread waits for a lane, Python's handlers run. In a collective they do not.
-        (True, False, -signal.SIGTERM, "SIGTERM"),
-        (False, False, TERMINATED_STATUS, "SIGTERM"),
-    ],
-    ids=["hang, threads", "hang, serial", "SIGTERM, threads", "SIGTERM, serial"],
-)
+@sampled(("overlap", "code", "reason"), ENDS, kept=[0, 3])
 def test_a_rank_that_ends_in_a_collective_leaves_a_report_and_its_trace(
-    tmp_path: Path, overlap: bool, is_hang: bool, code: int, reason: str
+    tmp_path: Path, overlap: bool, code: int, reason: str
 ) -> None:
     with pytest.raises(RuntimeError, match=r"exit codes \[") as caught:
-        run_on_ranks(run_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, is_hang, grace_s=0)
+        run_on_ranks(run_until_one_is_missing, 2, tmp_path, str(tmp_path), overlap, reason == HANG, grace_s=0)
     # Rank 1 was at it still, and was ended by the test.
     assert re.search(rf"exit codes \[{code}, -9\]", str(caught.value)), caught.value
     assert HANG_STATUS == 86, "documented"
@@ -136,47 +133,16 @@ def test_a_rank_that_ends_in_a_collective_leaves_a_report_and_its_trace(
     assert about["unfinished"] == [
         {"label": "L03/backward", "step": 5, "tasks": 4, "done": 2, "under_way": ["fsmoe/L03/bwd/A2A_IN/chunk1"]}
     ]
-    assert sorted(event["name"] for event in events_of(trace)) == [
-        *("fsmoe/L03/bwd/A2A_IN/chunk0", "fsmoe/L03/bwd/EXPERT/chunk0"),
-        *(f"fsmoe/L03/fwd/{kind}/chunk{chunk}" for kind in ("A2A_IN", "EXPERT") for chunk in (0, 1)),
-    ]
+    done = [f"fwd/{kind}/chunk{chunk}" for kind in ("A2A_IN", "EXPERT") for chunk in (0, 1)]
+    done += ["bwd/A2A_IN/chunk0", "bwd/EXPERT/chunk0"]
+    assert {event["name"] for event in events_of(trace)} == {f"fsmoe/L03/{each}" for each in done}
     # The report was there first, nothing is half written, and nothing is of rank 1, which the test has killed.
     files = tmp_path / "reports" / "rank0.txt", tmp_path / "trace" / "rank0.json"
     assert files[0].stat().st_mtime_ns <= files[1].stat().st_mtime_ns
     assert [list(each.parent.iterdir()) for each in files] == [[each] for each in files]
 
 
-def train_until_told_to_end(rank: int, world_size: int, folder: str) -> NoReturn:
-    import ds_fsmoe
-
-    os.chdir(folder)
-    case = Case(1, 0)
-    model = SmallModel(case, rank)
-    block = {"enabled": True, "trace": {"enabled": True, "start_step": 1, "num_steps": 5, "path": "trace"}}
-    engine, *_ = ds_fsmoe.initialize(
-        model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block)
-    )
-    for step in range(4):
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        if step == 3:
-            signal.raise_signal(signal.SIGTERM)
-        engine.backward(loss)
-        engine.step()
-    raise AssertionError("was not ended")
-
-
-def test_a_job_that_is_told_to_end_leaves_the_trace_of_its_engine(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=rf"exit codes \[-{signal.SIGTERM:d}\]"):
-        run_on_ranks(train_until_told_to_end, 1, tmp_path, str(tmp_path))
-    trace = read_trace(tmp_path / "trace" / "rank0.json")
-    assert trace["otherData"]["ended"] == "SIGTERM"
-    assert trace["otherData"]["steps"] == [1, 2, 3]
-    labels = {(event["args"]["step"], event["args"]["phase"]) for event in events_of(trace)}
-    assert labels == {(1, "fwd"), (1, "bwd"), (2, "fwd"), (2, "bwd"), (3, "fwd")}
-
-
-def test_an_error_that_nobody_catches_leaves_a_report_and_a_trace_and_is_shown_as_ever(tmp_path: Path) -> None:
-    script = """
+FAILS = """
 from pathlib import Path
 import torch
 from ds_fsmoe.planning.schedule import Lane, Schedule, Task
@@ -203,16 +169,18 @@ engine.lanes.run(Schedule(tasks[:1]), {"EXPERT": expert}, "L05/forward", tracer)
 del tracer  # nobody but the exit of the process has it
 engine.lanes.run(Schedule(tasks), {"EXPERT": expert}, "L05/backward")
 """
+
+
+def test_an_error_that_nobody_catches_leaves_a_report_and_a_trace_and_is_shown_as_ever(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": python_path(), "RANK": "7"}
     failed = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, timeout=600, check=False
+        [sys.executable, "-c", FAILS], cwd=tmp_path, env=environment, capture_output=True, timeout=600, check=False
     )
     assert failed.returncode == 1
     assert failed.stdout.split(b"\n")[:2] == [b"about to fail", b"closed"]
     file = tmp_path / "fsmoe_reports" / "rank7.txt"
-    assert b"Traceback" in failed.stderr
-    assert b"ValueError: not enough" in failed.stderr
-    assert f"stacks and tasks of this rank: {file}".encode() in failed.stderr
+    for words in (b"Traceback", b"ValueError: not enough", f"stacks and tasks of this rank: {file}".encode()):
+        assert words in failed.stderr
     report = file.read_text()
     assert "reason: error: ValueError: not enough \\udcff rows" in report
     assert lane_rows(report)["compute"] == ["L05/backward/L00/EXPERT/chunk1", "L05/backward/L00/EXPERT/chunk0"]
@@ -224,7 +192,7 @@ engine.lanes.run(Schedule(tasks), {"EXPERT": expert}, "L05/backward")
     assert [event["name"] for event in events_of(trace)] == ["fsmoe/L05/fwd/EXPERT/chunk0"]
 
 
-def be_forked(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def be_forked(rank: int, world_size: int, folder: str) -> None:
     """A loader of data is forked, looks at its hooks, and is ended."""
     before = signal.getsignal(signal.SIGTERM), sys.excepthook
     with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, Path(folder, "report.txt"))):
@@ -236,33 +204,23 @@ def be_forked(rank: int, world_size: int, folder: str) -> dict[str, Any]:
             is_stock = (signal.getsignal(signal.SIGTERM), sys.excepthook) == before
             os.write(into, b"stock" if is_stock and signal.set_wakeup_fd(-1) == -1 else b"taken")
             stand_still()
-            os._exit(0)
-        found = os.read(out, 5)
+        assert os.read(out, 5) == b"stock"
         os.kill(child, signal.SIGTERM)
         _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
         # If its signal had come to us, we would leave a report now, and be ended.
         linger(0.5)
-        return {
-            "hooks of the child": found,
-            "the child ended by": os.waitstatus_to_exitcode(status),
-            "ours are still there": signal.getsignal(signal.SIGTERM) == ours and signal.set_wakeup_fd(-1) != -1,
-            "reports": os.listdir(folder),
-        }
+        assert signal.getsignal(signal.SIGTERM) == ours
+        assert signal.set_wakeup_fd(-1) != -1
+        assert os.listdir(folder) == []
 
 
 def test_the_sigterm_of_a_forked_process_is_its_own(tmp_path: Path) -> None:
     (reports := tmp_path / "reports").mkdir()
-    assert run_on_ranks(be_forked, 1, tmp_path / "ranks", str(reports)) == [
-        {
-            "hooks of the child": b"stock",
-            "the child ended by": -signal.SIGTERM,
-            "ours are still there": True,
-            "reports": [],
-        }
-    ]
+    run_on_ranks(be_forked, 1, tmp_path / "ranks", str(reports))
 
 
-# ---- a wait outside of lanes
+# ---- waits outside of lanes
 
 
 def wait_for_one(rank: int, world_size: int, folder: str) -> list[int]:
@@ -311,113 +269,107 @@ def test_a_rank_that_waits_for_one_at_work_with_files_is_not_ended_and_others_sa
         assert "reason: hang: waits for other ranks in what every rank says" in report
         its_work = "\n        rank 1: is in no wait of ds_fsmoe; is saving a checkpoint, since "
         assert (its_work in report) == is_at_work
-    assert not (tmp_path / "True1.txt").exists()
-    assert (tmp_path / "False1.txt").exists(), "the other rank reports where it was, too"
+        assert (tmp_path / f"{is_at_work}1.txt").exists() != is_at_work, "the other rank reports where it was, too"
 
 
-# ---- waits of DeepSpeed's own
-
-
-def deepspeeds_own() -> None:
+def deepspeeds_own(late: Callable[[], object]) -> None:
     from deepspeed.runtime.zero.utils import assert_lst_len_same_as_other_ranks
 
+    late()
     assert_lst_len_same_as_other_ranks([1])
 
 
-def of_the_script() -> None:
+def of_the_script(late: Callable[[], object]) -> None:
     import deepspeed.comm
 
+    late()
     deepspeed.comm.barrier()
 
 
-def at_the_end_of_a_change(late: Callable[[], None]) -> None:
+def at_the_end_of_a_change(late: Callable[[], object]) -> None:
     """Rank 0 is late within the change."""
     import deepspeed
 
     with deepspeed.zero.Init(config_dict_or_path={"train_batch_size": 2, "zero_optimization": {"stage": 3}}):
         layer = torch.nn.Linear(2, 2)
     with deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
-        if dist.get_rank() == 0:
-            late()
+        late()
 
 
 SHORT = 4
 """Waits of DeepSpeed's at one place, one after the other."""
+WAITS = {"DeepSpeed": (deepspeeds_own, 1), "script": (of_the_script, 1), "change": (at_the_end_of_a_change, 0)}
+"""Where ranks wait for which, which is late."""
 
 
-def wait_in_deepspeed(rank: int, world_size: int, folder: str) -> dict[str, tuple[int, str]]:
-    """Where the other rank comes only after many looks: how many hangs the rank that waits reports, and the report."""
+def wait_in_deepspeed(rank: int, world_size: int, folder: str) -> dict[str, list[str]]:
+    """The reports of the rank that waits, for which time passes until the other one comes after many looks."""
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     found = {}
-    for name, act in (("DeepSpeed", deepspeeds_own), ("script", of_the_script), ("change", at_the_end_of_a_change)):
-        is_late = rank == (0 if name == "change" else 1)
+    for name, (act, late_rank) in WAITS.items():
         waits_for_it, looked, report = (Path(folder, f"{name} {each}") for each in ("waits", "looked", "report.txt"))
 
         def late(waits_for_it: Path = waits_for_it, looked: Path = looked) -> None:
             waits_for_it.touch()
             until(looked.exists)
 
-        if is_late:
-            act(late) if name == "change" else (late(), act())  # type: ignore[call-arg]
-            continue
-        with closing(SerialLanes()) as lanes, Hangs(lanes, report) as hangs:
+        def look(hangs: Hangs, waits_for_it: Path = waits_for_it, looked: Path = looked) -> None:
+            until(waits_for_it.exists)
+            until_blocked(threading.main_thread())
+            hangs.look(2 * LOOKS_FOR_A_HANG)
+            looked.touch()
 
-            def look(hangs: Hangs = hangs, waits_for_it: Path = waits_for_it, looked: Path = looked) -> None:
-                until(waits_for_it.exists)
-                until_blocked(threading.main_thread())
-                hangs.look(2 * LOOKS_FOR_A_HANG)
-                looked.touch()
-
-            looking = threading.Thread(target=look)
-            looking.start()
-            act(lambda: None) if name == "change" else act()  # type: ignore[call-arg]
-            looking.join()
-            hangs.look(1)
-            assert waiting.now() == []
-            found[name] = len(hangs.files), report.read_text() if hangs.files else ""
-    found["many short ones"] = many_short_ones(rank, folder), ""
-    return found
+        if rank == late_rank:
+            act(late)
+        else:
+            files = hangs_while(lambda act=act: act(lambda: None), look, report)
+            found[name] = [report.read_text() for _ in files]
+    return found | {"many short ones": many_short_ones(rank, folder)}
 
 
-def many_short_ones(rank: int, folder: str) -> int:
+def hangs_while(act: Callable[[], None], look: Callable[[Hangs], None], report: Path) -> list[Path | None]:
+    """What a watchdog reports while this thread acts and another looks."""
+    with closing(SerialLanes()) as lanes, Hangs(lanes, report) as hangs:
+        looking = threading.Thread(target=look, args=(hangs,))
+        looking.start()
+        act()
+        looking.join()
+        hangs.look(1)
+        assert waiting.now() == []
+        return hangs.files
+
+
+def many_short_ones(rank: int, folder: str) -> list[Any]:
     """Each is looked at, at one place, for less than a hang."""
+    go = [Path(folder, f"go{number}") for number in range(SHORT)]
 
-    def go(number: int) -> Path:
-        return Path(folder, f"go{number}")
+    def all_of_them() -> None:
+        for each in go:
+            deepspeeds_own((lambda each=each: until(each.exists)) if rank else lambda: None)
+
+    def look(hangs: Hangs) -> None:
+        for number, each in enumerate(go):
+            until_blocked(threading.main_thread())
+            hangs.look(LOOKS_FOR_A_HANG // 2)
+            before = _collectives_begun()
+            each.touch()
+            until(lambda before=before, number=number: _collectives_begun() != before or number == SHORT - 1)
 
     if rank:
-        for number in range(SHORT):
-            until(go(number).exists)
-            deepspeeds_own()
-        return 0
-    with closing(SerialLanes()) as lanes, Hangs(lanes, Path(folder, "short.txt")) as hangs:
-
-        def look() -> None:
-            for number in range(SHORT):
-                until_blocked(threading.main_thread())
-                hangs.look(LOOKS_FOR_A_HANG // 2)
-                before = _collectives_begun()
-                go(number).touch()
-                until(lambda before=before, number=number: _collectives_begun() != before or number == SHORT - 1)
-
-        looking = threading.Thread(target=look)
-        looking.start()
-        for _ in range(SHORT):
-            deepspeeds_own()
-        looking.join()
-        return len(hangs.files)
+        all_of_them()
+        return []
+    return hangs_while(all_of_them, look, Path(folder, "short.txt"))
 
 
 def test_a_wait_of_deepspeeds_that_lasts_is_a_hang_and_one_of_the_script_or_many_short_ones_are_not(
     tmp_path: Path,
 ) -> None:
     first, second = run_on_ranks(wait_in_deepspeed, 2, tmp_path / "ranks", str(tmp_path))
-    num_hangs = {name: count for name, (count, _) in first.items()}
-    assert num_hangs == {"DeepSpeed": 1, "script": 0, "many short ones": 0}
-    assert second == {"change": (0, ""), "many short ones": (0, "")}
-    report = first["DeepSpeed"][1]
+    (report,) = first.pop("DeepSpeed")
+    assert first == {"script": [], "many short ones": []}
+    assert second == {"change": [], "many short ones": []}
     reason = "hang: waits for other ranks in DeepSpeed's assert_lst_len_same_as_other_ranks (runtime/zero/utils.py:"
     assert f"\nreason: {reason}" in report
     assert "\nrank:   waits for other ranks in DeepSpeed's assert_lst_len_same_as_other_ranks" in report
