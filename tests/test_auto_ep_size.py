@@ -8,11 +8,12 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import re
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -82,54 +83,49 @@ LENGTHS = {1: 4, 128: 2, 4096: 1}
 
 
 def made(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Sizes of models that are made in each way, by a cache with made-up links, and what is said."""
+    """Sizes and losses of models that are made in each way, by a cache with made-up links, and what is said."""
     from transformers import AutoModelForCausalLM
 
     import ds_fsmoe
 
     kept(Path(folder), links(SLOW, FAST))
-    found: dict[str, Any] = {}
     saved = Path(folder) / "model"
     if rank == 0:
         model_of("olmoe").save_pretrained(saved)
     torch.distributed.barrier()
-    for length in LENGTHS:
-        config = config_with(length, Path(folder))
-        with ds_fsmoe.own_experts(config):
-            models = {
-                "files": AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32),
-                "config": AutoModelForCausalLM.from_config(config_of("olmoe")),
-            }
-        local = {way: len(each.model.layers[0].mlp.experts.down_proj) for way, each in models.items()}
-        models["initialize"] = model_of("olmoe")
-        for way, model in models.items():
-            engine = engine_of(model, config)
-            ep_sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
-            loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
-            found[f"{way}, {length}"] = ep_sizes, local.get(way), engine.fsmoe.chosen()["ep_size"], loss.item()
-            engine.destroy()
-    for size in LENGTHS.values():
-        engine = engine_of(model_of("olmoe"), config_with(1, ep_size=size))
-        found[f"by hand, {size}"] = loss_of(engine, batch(0, world_size)[rank : rank + 1]).item()
+
+    def trained(model: Any, config: dict[str, Any]) -> tuple[set[int], str, float]:
+        engine = engine_of(model, config)
+        ep_sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
+        loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
+        said = engine.fsmoe.chosen().get("ep_size", "")
         engine.destroy()
-    return found
+        return ep_sizes, said, loss.item()
+
+    found: dict[str, Any] = {}
+    for way, length in (("files", 1), ("config", 128), ("initialize", 4096), ("files", 4096), ("initialize", 1)):
+        config = config_with(length, Path(folder))
+        with ds_fsmoe.own_experts(config) if way != "initialize" else nullcontext():
+            if way == "files":
+                model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+            else:
+                model = AutoModelForCausalLM.from_config(config_of("olmoe")) if way == "config" else model_of("olmoe")
+        local = len(model.model.layers[0].mlp.experts.down_proj)
+        assert local == NUM_EXPERTS // (1 if way == "initialize" else LENGTHS[length])
+        found[way, length] = trained(model, config)
+    return found | {size: trained(model_of("olmoe"), config_with(1, ep_size=size))[2] for size in (1, 4)}
 
 
 @pytest.mark.long
 def test_a_model_has_the_planners_size_in_whatever_way_it_is_made_and_trains_as_with_this_size(tmp_path: Path) -> None:
     of_ranks = run_on_ranks(made, 4, tmp_path / "ranks", str(tmp_path / "cache"))
     for found in of_ranks:
-        for way in ("files", "config", "initialize"):
-            for length, size in LENGTHS.items():
-                sizes, local, said, loss = found[f"{way}, {length}"]
-                assert (way, length, sizes) == (way, length, {size})
-                assert said == of_ranks[0][f"initialize, {length}"][2]
-                assert said.startswith(
-                    f"{size} of 1, 2, 4 for {length} tokens a micro-batch on links measured before; "
-                )
-                assert local in (None, NUM_EXPERTS // size)
-                if way != "config":
-                    assert loss == found[f"by hand, {size}"]
+        for (way, length), (sizes, said, loss) in ((key, found[key]) for key in found if isinstance(key, tuple)):
+            size = LENGTHS[length]
+            assert (way, length, sizes) == (way, length, {size})
+            assert said == of_ranks[0][way, length][1]
+            assert said.startswith(f"{size} of 1, 2, 4 for {length} tokens a micro-batch on links measured before; ")
+            assert way == "config" or loss == found[size]
 
 
 SLOWEST = 1e-3 * 100.0 / (2 * 4)
@@ -141,27 +137,26 @@ class Times:
 
     def __init__(self, num_in_time: int = 99) -> None:
         self.timed: list[str] = []
-        self._num_in_time = num_in_time
+        # The clock is not asked.
+        any_rank = patch.object(Stopwatch, "any_rank", lambda *_: len(self.timed) >= num_in_time)
+        self._patches = patch.object(Stopwatch, "times", self.times), any_rank
 
     def __enter__(self) -> Times:
-        def times(watch: Any, what: str, sizes: Any, prepare: Any, group: Any = None) -> Timed:
-            self.timed.append(what)
-            for size in sizes:
-                prepare(size)()
-            found_ms = [1e-3 * self.slope_of(what) * size for size in sizes]
-            return Timed(found_ms, [], found_ms)
-
-        self._own = Stopwatch.times, Stopwatch.any_rank
-        Stopwatch.times = times  # type: ignore[method-assign]
-        # The clock is not asked.
-        Stopwatch.any_rank = lambda *_: len(self.timed) >= self._num_in_time  # type: ignore[method-assign]
+        for each in self._patches:
+            each.start()
         return self
 
-    def slope_of(self, what: str) -> float:
-        return 1.0 if what.startswith("gemm") else 100.0 if "inter" in what else 10.0
+    def times(self, what: str, sizes: Any, prepare: Any, group: Any = None) -> Timed:
+        self.timed.append(what)
+        for size in sizes:
+            prepare(size)()
+        slope = 1.0 if what.startswith("gemm") else 100.0 if "inter" in what else 10.0
+        found_ms = [1e-3 * slope * size for size in sizes]
+        return Timed(found_ms, [], found_ms)
 
     def __exit__(self, *error: Any) -> None:
-        Stopwatch.times, Stopwatch.any_rank = self._own  # type: ignore[method-assign]
+        for each in self._patches:
+            each.stop()
 
 
 def measured(rank: int, world_size: int) -> dict[str, Any]:
@@ -177,34 +172,35 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
         engine.destroy()
         return sizes, words
 
+    def sentences() -> list[str]:
+        return [each for each in said.lines if "ep_size" in each]
+
+    frozen = model_of("olmoe")
+    for each in find_experts(frozen).values():
+        each.requires_grad_(False)
     with Times() as times:
         found["measured"] = sizes_of(model_of("olmoe"), config_with(1))
         found["timed"] = list(times.timed)
         found["deterministic"] = sizes_of(model_of("olmoe"), config_with(1, deterministic=True))
         found["unknown"] = sizes_of(model_of("olmoe"), ds_config(1, topology={"ranks_per_node": 2}))
-        frozen = model_of("olmoe")
-        for each in find_experts(frozen).values():
-            each.requires_grad_(False)
         found["frozen"] = sizes_of(frozen, config_with(1))
         found["more"] = len(times.timed) - len(found["timed"])
-        found["learns"] = learned(rank, world_size, said)
-    found["warned"] = [each for each in said.lines if "ep_size" in each]
+        found["learns"] = *learned(rank, world_size), sentences()
     few, own = topology_of_size(world_size, 2), predicted_ep_size.measure_links
     with Times(num_in_time=8) as times:
         costs = own(Stopwatch(torch.device("cpu")), few, torch.float32)
         found["in time"], found["by others"] = times.timed, {name: each.cost.beta_ms for name, each in costs.items()}
     with Times(num_in_time=3) as times, pytest.raises(MeasuringError, match="could not be measured within"):
         own(Stopwatch(torch.device("cpu")), few, torch.float32)
-    predicted_ep_size.measure_links = fails_on_one_rank
-    found["failed"] = sizes_of(model_of("olmoe"), config_with(1))
-    predicted_ep_size.measure_links = own
-    found["warned of"] = [each for each in said.lines if "ep_size" in each]
+    with patch.object(predicted_ep_size, "measure_links", fails_on_one_rank):
+        found["failed"] = sizes_of(model_of("olmoe"), config_with(1))
+    found["warned of"] = sentences()
     return found
 
 
-def learned(rank: int, world_size: int, said: Said) -> Any:
-    """Size and loss of a start after one that has not known its batches, by hand, and what was said between."""
-    losses, sizes, before = [], [], len(said.lines)
+def learned(rank: int, world_size: int) -> tuple[list[int], bool]:
+    """Sizes of a start that knows no batches, of the next and by hand, and whether the last two train alike."""
+    losses, sizes = [], []
     for block in ({}, {}, {"ep_size": 4}):
         config = ds_config(1, topology={"ranks_per_node": 2}, autotune=False, **block)
         engine = engine_of(model_of("olmoe"), config)
@@ -215,7 +211,7 @@ def learned(rank: int, world_size: int, said: Said) -> Any:
             engine.step()
         losses.append(loss.item())
         engine.destroy()
-    return sizes, losses[1] == losses[2], [each for each in said.lines[before:] if "ep_size" in each]
+    return sizes, losses[1] == losses[2]
 
 
 def fails_on_one_rank(*args: Any, **options: Any) -> Any:
@@ -235,24 +231,18 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
         assert said == of_ranks[0]["measured"][1]
         assert said.startswith("4 of 1, 2, 4 for 1 tokens a micro-batch on measured links; ")
         assert {f"{link}.{name}" for link in LINKS for name in COLLECTIVES} | {"gemm"} <= set(found["timed"])
-        assert found["deterministic"] == ({2}, None)
+        assert found["deterministic"] == found["frozen"] == found["failed"] == ({2}, None)
         assert found["unknown"] == ({2}, '2, the largest inside a node: set "sequence_length" to have it chosen')
-        assert found["frozen"] == ({2}, None)
         assert found["more"] == 0
         sizes, is_as_by_hand, lines = found["learns"]
         assert (sizes, is_as_by_hand) == ([2, 4, 4], True)
         assert [each.partition(" (")[0] for each in lines] == [
             "ep_size: micro-batches have 16 tokens on average: the next start will use ep_size = 4"
         ] * (found is of_ranks[0])
-        assert found["warned"] == found["learns"][2]
-        assert found["failed"] == ({2}, None)
         assert found["in time"][-1] == "inter.all_reduce"
-        assert {name: found["by others"][name] for name in ("inter.all_to_all", "inter.all_reduce")} == {
-            "inter.all_to_all": pytest.approx(SLOWEST),
-            "inter.all_reduce": pytest.approx(SLOWEST),
-        }
-        for name, times in (("all_to_all", 1), ("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
-            assert found["by others"][f"intra.{name}"] == pytest.approx(times * SLOWEST / 10)
+        wanted = {"inter.all_to_all": 1.0, "inter.all_reduce": 1.0, "intra.all_to_all": 0.1, "intra.all_reduce": 0.2}
+        for name, times in (wanted | {"intra.all_gather": 0.1, "intra.reduce_scatter": 0.1}).items():
+            assert found["by others"][name] == pytest.approx(times * SLOWEST)
     *_, warned = of_ranks[0]["warned of"]
     assert warned == ("ep_size = 2, the largest inside a node: rank 1 failed while measuring links: OSError: no link")
 
@@ -286,30 +276,32 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
         assert not any(name.startswith("fsmoe") for each in made.modules for name in vars(each))
 
 
-@pytest.mark.parametrize("length", [1, 16, 64, 100, 128, 200, 512, 4096])
-@pytest.mark.parametrize("slopes", [(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
-def test_it_is_the_planners_choice_among_all_sizes(length: int, slopes: tuple[float, float]) -> None:
-    made, cluster = choice({})._predictor(length), links(*slopes)
-    found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
-    assert learned_of(found, length) == learned_of(of_all, length)
+def test_it_is_the_planners_choice_among_all_sizes() -> None:
+    job, of_links = choice({}), itertools.cycle([(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
+    for length, slopes in zip([1, 64, 100, 128, 512, 4096], of_links, strict=False):
+        made, cluster = job._predictor(length), links(*slopes)
+        found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
+        assert learned_of(found, length) == learned_of(of_all, length)
 
 
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("micro", "accumulation", "whole", "expected"),
     [
-        ({"train_micro_batch_size_per_gpu": 2}, (2, 1)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (2, 3)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3)),
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3)),
-        ({"train_batch_size": 24}, (6, 1)),
-        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}, (None, 1)),
-        ({}, (None, 1)),
+        (2, None, None, (2, 1)),
+        (2, 3, None, (2, 3)),
+        (None, 3, 24, (2, 3)),
+        (2, None, 24, (2, 3)),
+        (None, None, 24, (6, 1)),
+        ("auto", "auto", None, (None, 1)),
+        (None, None, None, (None, 1)),
     ],
 )
 def test_the_samples_of_a_micro_batch_are_those_of_deepspeeds_config(
-    written: dict[str, Any], expected: tuple[int | None, int]
+    micro: Any, accumulation: Any, whole: Any, expected: tuple[int | None, int]
 ) -> None:
-    assert auto_ep_size._batch(written, 4) == expected
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    values = zip(names, (micro, accumulation, whole), strict=True)
+    assert auto_ep_size._batch({name: value for name, value in values if value}, 4) == expected
 
 
 def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:
@@ -462,27 +454,26 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
     assert choice_of(started.modules).reason.startswith(
         "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw; "
     )
-    # Another batch, model or cluster is another job, and nothing is known of it.
-    others: list[dict[str, Any]] = [
-        {"ds_config": ds_config(1) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}},
-        {"ds_config": ds_config(1) | {"gradient_accumulation_steps": 4}},
-        {"ds_config": ds_config(3)},
-        {"topology": topology_of_size(4, 4)},
+    # Another batch, model or cluster is another job, and nothing is known of it; nor where it may not be used.
+    config = ds_config(1)
+    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"ds_config": config | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}}),
+        ({}, {"ds_config": config | {"gradient_accumulation_steps": 4}}),
+        ({}, {"ds_config": ds_config(3)}),
+        ({}, {"topology": topology_of_size(4, 4)}),
+        ({"deterministic": True, "trace": {"cluster": "testbed_b"}}, {}),
     ]
-    for other in others:
-        unknown = choice({}, **other)
+    for block, changes in others:
+        unknown = choice(block, **changes)
         assert (unknown.choose(), "set" in choice_of(unknown.modules).reason) == (2, True)
-    exact = choice({"deterministic": True, "trace": {"cluster": "testbed_b"}})
-    assert (exact.choose(), "set" in choice_of(exact.modules).reason) == (2, True)
-    assert choice_of(exact.modules).predictor is None
+    assert choice_of(unknown.modules).predictor is None
     # It can be looked at and forgotten.
     assert cli.main(["remembered"]) == 0
     listed = capsys.readouterr().out
     name, *numbers = listed.splitlines()[-1].split()
     assert numbers[:3] == ["2", str(NUM_EXPERTS), "4"]
     assert numbers[-5:-1] == ["4096", "1", "2", "takes"]
-    assert cli.main(["remembered", "--forget", "other"]) == 1
-    assert cli.main(["remembered", "--forget", name]) == 0
+    assert [cli.main(["remembered", "--forget", each]) for each in ("other", name)] == [1, 0]
     assert choice({}).choose() == 2
     capsys.readouterr()
     assert cli.main(["remembered"]) == 0
@@ -492,41 +483,25 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
 def test_a_damaged_or_an_old_file_is_ignored_with_a_line(
     asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damages: list[tuple[str, str, str]] = [
-        ('"format": 1', '"format": 2', "has format 2"),
-        ('"tokens": 4096', '"tokens": -4', "counts of 1 to"),
-        (r'"runner_up_costs": [\d.]+', '"runner_up_costs": "1.5"', "must be a number above 0"),
-        (r"^[\s\S]*$", "{", "cannot be read"),
-    ]
-    for written, damaged, words in damages:
-        watched = lengths(1, is_known=False)
-        for _ in range(10):
-            run_step(watched, 4096)
-        (file,) = learned_batches.all_files()
-        text, count = re.subn(written, damaged, file.read_text(), count=1)
-        assert count == 1
-        file.write_text(text)
-        assert choice({}).choose() == 2
-        assert "what the last run has learned is ignored: " in caplog.text
-        assert words in caplog.text
-        assert cli.main(["remembered"]) == 0
-        assert "ignored: " in capsys.readouterr().out
-        file.unlink()
-        caplog.clear()
+    watched = lengths(1, is_known=False)
+    for _ in range(10):
+        run_step(watched, 4096)
+    (file,) = learned_batches.all_files()
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    assert choice({}).choose() == 2
+    assert "what the last run has learned is ignored: " in caplog.text
+    assert "has format 2" in caplog.text
+    assert cli.main(["remembered"]) == 0
+    assert "ignored: " in capsys.readouterr().out
 
 
 def test_batches_about_as_long_as_assumed_need_no_prediction_and_others_do(asked: list[int]) -> None:
     watched = lengths(1000)
-    steps_until_10, then_100 = [800, 1200], [700]
-    for _ in range(10):
-        run_step(watched, *steps_until_10)
-    assert asked == []
-    for _ in range(90):
-        run_step(watched, *then_100)
-    assert asked == [700]
-    # From then on those are what is assumed; it looks at steps 1000, 2000, ...
-    for _ in range(900):
-        run_step(watched, 700)
+    # From step 100 on its mean is what is assumed; then it looks at steps 1000, 2000, ...
+    for steps, tokens, wanted in ((10, (800, 1200), []), (90, (700,), [700]), (900, (700,), [700])):
+        for _ in range(steps):
+            run_step(watched, *tokens)
+        assert asked == wanted
     for _ in range(1000):
         run_step(watched, 300)
     assert asked == [700, 300]
@@ -557,9 +532,9 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
 ) -> None:
     caplog.set_level(logging.INFO, "ds_fsmoe")
     watched = lengths(128, is_given=True)
-    for batches in (120, 128, 140, 140):
-        for _ in range(10 if batches == 120 else 90 if batches == 128 else 1000):
-            run_step(watched, batches)
+    for tokens, steps in ((120, 10), (128, 90), (140, 2000)):
+        for _ in range(steps):
+            run_step(watched, tokens)
     assert asked == [140]
     (line,) = (each.message for each in caplog.records)
     assert line.endswith(

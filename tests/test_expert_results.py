@@ -35,10 +35,9 @@ def train(engine: Any, rank: int, step: int) -> float:
 
 def spoil(engine: Any, layer: int, expert: int, value: float) -> None:
     """On the ranks that have this expert."""
-    inner = engine.module.moes[layer].deepspeed_moe
-    modules = list(inner.experts.deepspeed_experts)
     here = engine.fsmoe.expert_results._here[f"moes.{layer}"].tolist()
     if expert in here:
+        modules = list(engine.module.moes[layer].deepspeed_moe.experts.deepspeed_experts)
         with torch.no_grad():
             next(modules[here.index(expert)].parameters())[0, 0] = value
 

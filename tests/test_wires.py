@@ -15,7 +15,7 @@ import ds_fsmoe
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.distributed.groups import make_groups
-from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes, dequantized_rows, quantized_rows
+from ds_fsmoe.execution.collectives import Collectives, CommDtypes, dequantized_rows, quantized_rows
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.node_links import NodeLinks
 from tests.covering import covering
@@ -62,16 +62,15 @@ def test_a_row_becomes_the_nearest_8_bit_numbers_times_its_scale(dtype: torch.dt
         assert bool((off <= 0.0645 * x_RM.float().abs() + largest_R1 / 448 * 2**-9).all())
 
 
-def test_rows_of_zeros_of_tiny_and_of_huge_numbers_survive() -> None:
+def test_rows_of_zeros_and_of_tiny_and_huge_numbers_survive_and_the_largest_of_a_row_is_the_largest_8_bit_number() -> (
+    None
+):
     x_RM = torch.tensor([[0.0, 0.0], [1e-38, -1e-38], [3e38, 1e38], [448.0, -448.0], [1e-45, 0.0]])
     found = there_and_back(x_RM)
     assert found.isfinite().all()
     assert found[0].tolist() == [0.0, 0.0]
     torch.testing.assert_close(found[1:4], x_RM[1:4], rtol=0.065, atol=0)
-
-
-def test_a_quotient_beyond_the_largest_8_bit_number_is_that_number() -> None:
-    """The largest number of a row, over a scale that was rounded down, is more than 448 by a bit."""
+    # Over a scale that was rounded down it is more than 448 by a bit.
     largest = torch.linspace(1.0, 2.0, 10_001)
     beyond = largest[largest / (largest / 448) > 448]
     assert len(beyond) > 100
@@ -163,36 +162,6 @@ def test_once_per_node_a_row_means_the_same_in_every_chunk_and_is_as_near_as_its
         errors = {name: off for name, off in found if name != "uncut"}
         assert errors.pop("model model") == 0.0
         assert all(1e-4 < off < 0.15 for off in errors.values()), errors
-
-
-def payload(rank: int, world_size: int) -> dict[str, list[int]]:
-    """The bytes of rows that this rank gives to each all-to-all of a layer."""
-    with on_nodes(0, 0, 1, 1):
-        groups = make_groups(4, 1)
-    lanes, found = make_lanes(torch.device("cpu"), overlap=False), {}
-    send = dist.all_to_all_single
-    for name, wires in (("model", FULL), ("fp8", BOTH), ("dispatch", CommDtypes("fp8"))):
-        given: list[int] = []
-
-        def counted(y: torch.Tensor, x: torch.Tensor, *args: Any, given: list[int] = given, **kwargs: Any) -> Any:
-            if x.dim() == 2 and x.dtype in (torch.bfloat16, torch.uint8):
-                given.append(x.nbytes)
-            return send(y, x, *args, **kwargs)
-
-        dist.all_to_all_single = counted
-        run_layer(Case((1, 1), dtype=torch.bfloat16), groups, lanes, True, wires=wires)
-        dist.all_to_all_single = send
-        found[name] = given
-    return found
-
-
-def test_as_many_messages_carry_as_many_rows_in_fewer_bytes(tmp_path: Path) -> None:
-    for found in run_on_ranks(payload, 4, tmp_path):
-        rows = [each // (2 * WIDTH) for each in found["model"]]
-        assert len(rows) == 4, "there and back, in both phases"
-        assert found["fp8"] == [each * (WIDTH + 4) for each in rows]
-        narrow, wide = found["fp8"], found["model"]
-        assert found["dispatch"] == [narrow[0], wide[1], wide[2], narrow[3]]
 
 
 class Messages:
