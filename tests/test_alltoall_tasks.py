@@ -21,7 +21,6 @@ from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.planning.block import BlockPlan
-from ds_fsmoe.planning.call_shape import CallShape, sized
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
@@ -73,15 +72,6 @@ def test_on_one_kind_of_link_the_schedule_is_the_flat_one(groups: dict[str, int]
         two = plan(backward=backward, **groups)
         assert two.schedule == replace(two, alltoall="flat").schedule
         assert not {A2A_IN_NODE, A2A_OUT_NODE} & {task.kind for task in two.schedule.tasks}
-
-
-def test_every_task_has_its_size() -> None:
-    of_phase = plan(degree=2)
-    found = sized(of_phase.schedule, of_phase, CallShape(8, CAPACITY, WIDTH, 4, 2, 2 * WIDTH * HIDDEN))
-    sent_bytes = 8 * CAPACITY * WIDTH * 4
-    for kind in TASKS:
-        assert sum(task.size for task in found.tasks if task.kind == kind) == pytest.approx(sent_bytes)
-        assert all(task.launches == 1 for task in found.tasks if task.kind == kind)
 
 
 def test_two_tasks_without_legs_are_refused() -> None:

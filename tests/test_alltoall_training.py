@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -66,14 +65,12 @@ def train(rank: int, block: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
+DOUBTFUL = "tests.test_chunked_training.Doubtful"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "1dh": ("1dh", {}),
     "2dh": ("2dh", {}),
     "2dh, one after another": ("2dh", {"overlap": False}),
-    "2dh, recomputed, with hooks": (
-        "2dh",
-        {"recompute": True, "hooks": ["tests.test_chunked_training.Doubtful"]},
-    ),
+    "2dh, recomputed, with hooks": ("2dh", {"recompute": True, "hooks": [DOUBTFUL]}),
     "2dh in nodes of one rank": ("2dh", {"topology": {"ranks_per_node": 1}}),
     "2dh in one node": ("2dh", {"topology": {"ranks_per_node": 4}}),
     "once per node, of slots": ("node_deduplicated", {"dispatch": "padded"}),
@@ -116,37 +113,6 @@ def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(ways: 
         }
     # Of each rank, micro step and layer, measured and predicted: 3 chunks forward, 2 backward, of five tasks each.
     assert len(tasks) == 2 * 4 * 2 * 2 * (3 + 2) * 5
-
-
-WRONG = """
-from ds_fsmoe import register_alltoall
-from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
-
-
-@register_alltoall("direct")
-class Direct(HierarchicalAllToAll):
-    links = ("intra", "inter")
-
-    def forwarding_ranks(self, source, destination, nodes):
-        return (destination,)
-"""
-
-
-def contradicting(rank: int, world_size: int, folder: str) -> str:
-    sys.path.insert(0, folder)
-    try:
-        train(rank, block("direct", plugins=["wrong_alltoall"]))
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_one_that_contradicts_itself_is_refused_on_every_rank_with_path_and_value(tmp_path: Path) -> None:
-    (tmp_path / "wrong_alltoall.py").write_text(WRONG)
-    sentences = run_on_ranks(contradicting, 4, tmp_path / "ranks", str(tmp_path))
-    beginning = 'ConfigError: fsmoe.alltoall = "direct": Direct sends blocks of rank 0 to rank 2 over'
-    assert sentences[0].startswith(beginning)
-    assert sentences == sentences[:1] * 4
 
 
 def tuned(rank: int, world_size: int, folder: str) -> tuple[set[str], list[Any], list[list[list[int]]]]:

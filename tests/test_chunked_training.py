@@ -65,7 +65,13 @@ CASES = [
 ]
 
 
-def train(case: Case, rank: int, initialize: Any, block: dict[str, Any] | None) -> dict[str, list[torch.Tensor]]:
+Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(engine, x, target) -> loss``: another use of a model than one forward in training."""
+
+
+def train(
+    case: Case, rank: int, initialize: Any, block: dict[str, Any] | None, use: Use | None = None
+) -> dict[str, list[torch.Tensor]]:
     """Losses, outputs and input gradients of every step, and the dense parameters after the last."""
     torch.manual_seed(0)
     blocks = {} if block is None else {"fsmoe": block}
@@ -76,11 +82,11 @@ def train(case: Case, rank: int, initialize: Any, block: dict[str, Any] | None) 
         x_BLM, target_BLM = batch(step, rank, next(model.parameters()).dtype)
         x_BLM.requires_grad_()
         torch.manual_seed(step * 100 + rank)
-        loss, y_BLM = engine(x_BLM, target_BLM)
-        engine.backward(loss)
+        result = (use(engine, x_BLM, target_BLM),) if use else engine(x_BLM, target_BLM)
+        engine.backward(result[0])
         engine.step()
-        seen["losses"].append(loss.detach())
-        seen["outputs"].append(y_BLM.detach())
+        seen["losses"].append(result[0].detach())
+        seen["outputs"].append(result[-1].detach())
         seen["input gradients"].append(x_BLM.grad)
     seen["dense parameters"] = [
         each.detach().clone() for name, each in model.named_parameters() if "experts" not in name
@@ -99,8 +105,8 @@ def differences(ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torc
     return found
 
 
-Work = list[tuple[Case, dict[str, dict[str, Any]]]]
-"""Cases, and the blocks, by name, to train each with."""
+Work = list[tuple[Case, dict[str, dict[str, Any]], Use | None]]
+"""Cases, the blocks, by name, to train each with, and how the model is used."""
 
 
 def compare_blocks(rank: int, world_size: int, work: Work) -> list[str]:
@@ -109,10 +115,10 @@ def compare_blocks(rank: int, world_size: int, work: Work) -> list[str]:
     import ds_fsmoe
 
     found = []
-    for case, blocks in work:
-        stocks = train(case, rank, deepspeed.initialize, None)
+    for case, blocks, use in work:
+        stocks = train(case, rank, deepspeed.initialize, None, use)
         for name, block in blocks.items():
-            ours = train(case, rank, ds_fsmoe.initialize, block)
+            ours = train(case, rank, ds_fsmoe.initialize, block, use)
             found += [f"{name}, {case}: {each}" for each in differences(ours, stocks)]
     return found
 
@@ -129,7 +135,7 @@ def assert_no_differences(world_size: int, work: Work, folder: Path) -> None:
     ids=["stage 0", "stage 1", "stage 2", "a sample at stage 1"],
 )
 def test_every_schedule_trains_to_stocks_numbers(stage: int, names: list[str], tmp_path: Path) -> None:
-    assert_no_differences(2, [(CASES[stage], {name: BLOCKS[name] for name in names})], tmp_path)
+    assert_no_differences(2, [(CASES[stage], {name: BLOCKS[name] for name in names}, None)], tmp_path)
 
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -151,6 +157,7 @@ def test_sharded_experts_train_to_the_numbers_of_whole_ones(layout: tuple[int, i
         (
             replace(case, ep_size=ep_size, expert="gpt", use_residual=False),
             {name: SHARDED[name] | {"esp_size": esp_size}},
+            None,
         )
         for case, name in zip(CASES, names, strict=True)
     ]
@@ -214,56 +221,31 @@ def test_shards_that_cannot_be_are_refused_before_any_group(
 # ---- other uses than one plain step
 
 
-def evaluation_between(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    model.eval()
-    first = model(x, target)[0]
-    model.train()
-    return first + model(x, target)[0]
+def evaluation_between(engine: Any, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    engine.eval()
+    first = engine(x, target)[0]
+    engine.train()
+    return first + engine(x, target)[0]
 
 
-def two_forwards_before_the_backward(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return model(x, target)[0] + model(2 * x, target)[0]
+def recomputed(engine: Any, x: torch.Tensor, target: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    return checkpoint(lambda *args: engine(*args)[0], x, target, use_reentrant=reentrant)
 
 
-def reentrant(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda *args: model(*args)[0], x, target, use_reentrant=True)
-
-
-def non_reentrant(model: SmallModel, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return checkpoint(lambda *args: model(*args)[0], x, target, use_reentrant=False)
-
-
-USES = (evaluation_between, two_forwards_before_the_backward, reentrant, non_reentrant)
-
-
-def gradients_of(use: Callable[..., torch.Tensor], case: Case, rank: int, initialize: Any, block: Any) -> Any:
-    torch.manual_seed(0)
-    model = SmallModel(case, rank)
-    blocks = {} if block is None else {"fsmoe": block}
-    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
-    x_BLM, target_BLM = batch(0, rank, torch.float32)
-    x_BLM.requires_grad_()
-    torch.manual_seed(rank)
-    loss = use(model, x_BLM, target_BLM)
-    loss.backward()
-    gradients = [each.grad.clone() for each in (x_BLM, *model.parameters())]
-    engine.destroy()
-    return {"losses": [loss.detach()]} | {f"gradient {i}": [each] for i, each in enumerate(gradients)}
+USES: dict[str, Use] = {
+    "evaluation between": evaluation_between,
+    "two forwards before the backward": lambda engine, x, target: engine(x, target)[0] + engine(2 * x, target)[0],
+    "reentrant": lambda *args: recomputed(*args, reentrant=True),
+    "non-reentrant": lambda *args: recomputed(*args, reentrant=False),
+}
 
 
 def other_uses(rank: int, world_size: int) -> tuple[list[str], bool, str]:
     """What differs in each use; whether a batch that does not count is none; and what ranks that differ are told."""
-    import deepspeed
-
-    import ds_fsmoe
-
-    case, found = Case(2, 0, "fp32", 1, 2, True, moe_options=NO_DRAWS), []
-    for number, use in enumerate(USES):
-        block = degrees(4, 4, recompute=True) if number % 2 else degrees(3, 2)
-        stocks = gradients_of(use, case, rank, deepspeed.initialize, None)
-        ours = gradients_of(use, case, rank, ds_fsmoe.initialize, block)
-        found += [f"{use.__name__}: {each}" for each in differences(ours, stocks)]
-    parameters = []
+    case = Case(2, 0, "fp32", 1, 2, True, moe_options=NO_DRAWS)
+    ways = itertools.cycle([degrees(3, 2), degrees(4, 4, recompute=True)])
+    work: Work = [(case, {name: way}, use) for (name, use), way in zip(USES.items(), ways, strict=False)]
+    found, parameters = compare_blocks(rank, world_size, work), []
     for has_batch in (False, True):
         engine, model = started(replace(case, accumulation=2), rank, degrees(3, 2))
         for step in range(2):
@@ -280,7 +262,7 @@ def other_uses(rank: int, world_size: int) -> tuple[list[str], bool, str]:
     return found, torch.allclose(*parameters, rtol=1.3e-6, atol=1e-5), str(told.value)
 
 
-def test_other_uses_have_stocks_gradients_in_chunks_and_ranks_with_other_batches_or_plans_never_hang(
+def test_other_uses_train_to_stocks_numbers_in_chunks_and_ranks_with_other_batches_or_plans_never_hang(
     tmp_path: Path,
 ) -> None:
     of_ranks = run_on_ranks(other_uses, 2, tmp_path)

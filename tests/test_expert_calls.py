@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
@@ -48,22 +47,18 @@ def side_by_side(name: str, *args, **kwargs) -> list[nn.Module]:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was computed for a written-out expert alone."""
+    """What was computed for a written-out expert alone; several have a dimension more."""
     seen: list[str] = []
-    watch(monkeypatch, lambda name, x: seen.append(name) if x.ndim == 3 else None)
-    return seen
-
-
-def watch(monkeypatch: pytest.MonkeyPatch, note: Callable[[str, torch.Tensor], None]) -> None:
-    """Tell of each computation whose it is, and its rows; those of several experts have a dimension more."""
     for name in ("forward", "backward"):
         method = getattr(WrittenCall, name)
 
         def noted(call: WrittenCall, start: int, stop: int, x: torch.Tensor, *args, name=name, method=method):
-            note(name, x)
+            if x.ndim == 3:
+                seen.append(name)
             return method(call, start, stop, x, *args)
 
         monkeypatch.setattr(WrittenCall, name, noted)
+    return seen
 
 
 @lru_cache
@@ -373,20 +368,6 @@ def test_the_rule_goes_by_rows_sizes_and_places(alone: list[str]) -> None:
     for expert in fitting:
         expert.fc2.weight.requires_grad_(False)
     assert computed_alone(alone, fitting, slots=5) == 3
-
-
-def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = side_by_side("gpt relu", 5, 32, 32768, torch.float32)  # 4 MiB each
-    numbers: list[int] = []
-    watch(monkeypatch, lambda name, dy: numbers.append(len(dy)) if (name, dy.ndim) == ("backward", 4) else None)
-    x_NeCM, dy_NeCM = rows(2, 5, 3, 32, dtype=torch.float32), rows(2, 5, 3, 32, seed=2, dtype=torch.float32)
-    found = []
-    for together, expected in (("never", []), ("auto", [2, 2]), ("always", [5])):
-        numbers.clear()
-        call = ExpertSet(experts, together=together).call(True)
-        found.append([forward(call, x_NeCM, [3]), backward(call, dy_NeCM, [3]), *call.gradients()])
-        assert numbers == expected
-        assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
 
 
 def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str]) -> None:

@@ -15,6 +15,7 @@ from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from tests.expert_cases import M, backward, forward, is_written, rows, sequential
+from tests.test_expert_plans import NOT_WHAT_THEY_SEEM
 
 H = 30  # of 1, 2, 3, 5, 6, ... equal parts
 
@@ -178,28 +179,9 @@ def test_a_count_that_does_not_divide_the_hidden_width_and_an_index_out_of_range
             shard_expert(make_expert("mixtral"), index, 3)
 
 
-def changed(change: Callable[[nn.Module], object], hidden: int = H) -> nn.Module:
-    expert = GPTFeedForward(M, hidden)
-    change(expert)
-    return expert
-
-
-UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "one layer": (lambda: nn.Linear(M, M), "Linear"),
-    "four layers": (lambda: nn.Sequential(*sequential(nn.ReLU()), nn.Dropout()), "Sequential"),
-    "softmax over the hidden width": (lambda: sequential(nn.Softmax(dim=-1)), "Sequential"),
-    "subclass with its own computation": (
-        lambda: type("Own", (GPTFeedForward,), {"do_experts": lambda self, args: args.tokens})(M, H),
-        "Own",
-    ),
-    "tied": (lambda: changed(lambda it: setattr(it.fc2, "weight", it.fc1.weight), hidden=M), "GPTFeedForward"),
-    "parametrised": (lambda: changed(lambda it: nn.utils.parametrizations.weight_norm(it.fc2)), "GPTFeedForward"),
-}
-
-
-@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize("kind", NOT_WHAT_THEY_SEEM)
 def test_an_expert_of_unknown_structure_is_refused_by_name(kind: str) -> None:
-    make, class_name = UNKNOWN[kind]
-    message = f"expert {class_name} cannot be sharded: .*GPTFeedForward, MixtralFeedForward, .*nn.Sequential"
+    expert = NOT_WHAT_THEY_SEEM[kind]()
+    message = f"expert {type(expert).__name__} cannot be sharded: .*GPTFeedForward, MixtralFeedForward, .*nn.Sequential"
     with pytest.raises(ValueError, match=message):
-        shard_expert(make(), 0, 1)
+        shard_expert(expert, 0, 1)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from torch import nn
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
-from ds_fsmoe.components.expert_compute.stacked_forms import OwnExperts
 from tests.covering import covering
 
 NUM_EXPERTS = 3
@@ -292,11 +290,3 @@ def test_a_forward_of_its_own_gives_its_rows_to_be_held_and_lets_weights_go_afte
     assert all(each is not None for each in call.gradients())
     assert len(seen) == 2
     assert all(each() is None for each in seen)
-
-
-def test_a_weight_that_is_reached_twice_counts_once() -> None:
-    module = Experts(FLAGS[0], 8, 12)
-    tied = torch.zeros(2, requires_grad=True)
-    adapters = [SimpleNamespace(parameters=(tied, tied)), SimpleNamespace(parameters=(tied,))]
-    found = OwnExperts(module, module.forward, adapters, False).parameters  # type: ignore[arg-type]
-    assert list(map(id, found)) == list(map(id, (*module.parameters(), tied)))

@@ -7,11 +7,8 @@ import logging
 import socket
 from pathlib import Path
 
-import pytest
 import torch.distributed as dist
 
-from ds_fsmoe.distributed import groups as ours
-from ds_fsmoe.distributed.groups import make_groups
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -66,22 +63,3 @@ def test_an_expert_shared_between_nodes_is_allowed_and_its_price_is_said(tmp_pat
     assert [error for error, _, _ in seen] == [""] * 4
     assert ("fsmoe.esp_size = 4 spans 2 nodes (at ep_size = 1 one node holds 1, 2)") in seen[0][1]
     assert all("spans" not in warnings for _, warnings, _ in seen[1:])
-
-
-def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
-    socket.gethostname = lambda: f"node{'aaab'[rank]}"
-    with pytest.raises(
-        ValueError, match=r"fsmoe\.expert_tensor_parallel_size = 2: the nodes have different numbers of ranks"
-    ) as refusal:
-        make_groups(1, 2)
-    held = len(ours._made().groups)
-    made = make_groups(1, 2, ranks_per_node=2)
-    # A rank that left now would cut the connection to one that is still making its end of it.
-    dist.barrier()
-    return str(refusal.value), held, made.layout.esp_size
-
-
-def test_a_layer_put_together_by_hand_is_refused_there_too(tmp_path: Path) -> None:
-    seen = run_on_ranks(make_by_hand, 4, tmp_path)
-    assert {each[1:] for each in seen} == {(0, 2)}
-    assert len({each[0] for each in seen}) == 1
