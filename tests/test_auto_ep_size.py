@@ -37,9 +37,10 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.ep_size import EpSize, choose_ep_size, ep_sizes, states_bytes
 from ds_fsmoe.tuning import predicted_ep_size
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
-from tests.hf_families import NUM_EXPERTS, batch, config_of, loss_of, model_of
+from tests.hf_families import NUM_EXPERTS, config_of, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
+from tests.test_expert_packing import trained
 from tests.test_hugging_face import ds_config, engine_of
 
 FREE = Operation(LinearCost(0.0, 0.0))
@@ -89,13 +90,12 @@ def made(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     torch.distributed.barrier()
     cache = {"autotune": {"cache_dir": folder}}
 
-    def trained(model: Any, config: dict[str, Any]) -> tuple[set[int], str, float]:
+    def run(model: Any, config: dict[str, Any]) -> tuple[set[int], str, list[float]]:
         engine = engine_of(model, config)
         ep_sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
-        loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
-        said = engine.fsmoe.chosen().get("ep_size", "")
+        losses, said = trained(engine, rank, world_size, steps=1), engine.fsmoe.chosen().get("ep_size", "")
         engine.destroy()
-        return ep_sizes, said, loss.item()
+        return ep_sizes, said, losses
 
     found: dict[str, Any] = {}
     for way, length in (("files", 1), ("config", 128), ("initialize", 4096), ("files", 4096), ("initialize", 1)):
@@ -107,8 +107,8 @@ def made(rank: int, world_size: int, folder: str) -> dict[str, Any]:
                 model = AutoModelForCausalLM.from_config(config_of("olmoe")) if way == "config" else model_of("olmoe")
         local = len(model.model.layers[0].mlp.experts.down_proj)
         assert local == NUM_EXPERTS // (1 if way == "initialize" else LENGTHS[length])
-        found[way, length] = trained(model, config)
-    return found | {size: trained(model_of("olmoe"), config_with(1, ep_size=size))[2] for size in (1, 4)}
+        found[way, length] = run(model, config)
+    return found | {size: run(model_of("olmoe"), config_with(1, ep_size=size))[2] for size in (1, 4)}
 
 
 @pytest.mark.long
@@ -189,11 +189,7 @@ def learned(rank: int, world_size: int) -> tuple[list[int], bool]:
     for block in ({}, {}, {"ep_size": 4}):
         engine = engine_of(model_of("olmoe"), config_with("auto", autotune=False, **block))
         sizes.append(next(iter(engine.fsmoe.inner_layers.values())).ep_size)
-        for step in range(10):
-            loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
-            engine.backward(loss)
-            engine.step()
-        losses.append(loss.item())
+        losses.append(trained(engine, rank, world_size, steps=10))
         engine.destroy()
     return sizes, losses[1] == losses[2]
 

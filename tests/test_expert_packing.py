@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.distributed.topology import layout
 from ds_fsmoe.engine import shard_experts
-from ds_fsmoe.engine.shard_experts import packed_ep_size, type_of_run
+from ds_fsmoe.engine.shard_experts import packed_ep_size
 from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -163,21 +163,6 @@ def test_experts_are_timed_once_when_a_model_is_made_and_in_the_type_in_which_th
             assert each["kinds"] == [(torch.bfloat16, True)]
             assert each["made in"] == {torch.float32}
             assert each["losses"][0] > 0
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, None),
-        ({"bf16": {"enabled": True}}, torch.bfloat16),
-        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": True}}, torch.float16),
-        ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, torch.float16),
-        ({"torch_autocast": {"enabled": True}}, torch.bfloat16),
-        ({"torch_autocast": {"enabled": False, "dtype": "float16"}}, None),
-    ],
-)
-def test_the_type_of_a_run_is_that_of_its_config(config: dict[str, Any], expected: torch.dtype | None) -> None:
-    assert type_of_run(config, "cpu") == expected
 
 
 @pytest.mark.parametrize("has_gate", [True, False])

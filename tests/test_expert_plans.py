@@ -14,7 +14,6 @@ from torch.nn.utils import parametrize, prune
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.expert import ExpertArgs, ExpertBase
-from ds_fsmoe.components.expert_compute import calls
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
 from ds_fsmoe.components.expert_compute.manual_ffn import MANUAL_ACTIVATIONS, ManualFeedForward
@@ -170,21 +169,6 @@ def test_hooks_for_all_modules_run() -> None:
 
 
 # ---- what changes later
-
-
-@pytest.mark.parametrize("name", ["gpt relu", "mixtral", "sequential gelu tanh", "bottleneck"])
-def test_nothing_is_worked_out_twice_while_nothing_changes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: list[object] = []
-    plan_class = calls.ExpertPlan
-    monkeypatch.setattr(calls, "ExpertPlan", lambda *args: plans.append(args) or plan_class(*args))
-    experts, layer = made(name)
-    for _ in range(3):
-        check(experts, layer)
-        with torch.no_grad():  # a step of an optimizer, and a state that is loaded
-            for parameter in layer.parameters:
-                parameter.mul_(1.1)
-            experts[0].load_state_dict(copy.deepcopy(experts[1].state_dict()))
-    assert len(plans) == 1
 
 
 def parametrized(experts: list[nn.Module]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +28,7 @@ from ds_fsmoe.components.gate import GateBase
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
-from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes
+from ds_fsmoe.execution.collectives import FULL, CommDtypes
 from ds_fsmoe.execution.counts_exchange import RoutingError
 from ds_fsmoe.execution.lanes import Lanes, Observer, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
@@ -199,19 +199,8 @@ def run_layer(
         PhasePlan(block, groups.planned, bool(backward), exchange.planned, narrow=wires.narrow)
         for backward, block in enumerate(blocks)
     ]
-    kind = SelfSplitCollectives if self_split else Collectives
-    collectives = kind(
-        exchange.exchange,
-        groups.ep_group,
-        groups.esp_group,
-        exchange.legs,
-        exchange_rows=exchange.exchange_rows,
-        row_legs=exchange.row_legs,
-        block=block_of(groups),
-        forwarded=exchange.forwarded,
-        nodes=exchange.nodes,
-        comm_dtypes=wires,
-    )
+    collectives = SelfSplitCollectives(**vars(exchange)) if self_split else exchange
+    collectives = replace(collectives, block=block_of(groups), comm_dtypes=wires)
     pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.recompute, observer=observer)
     num_experts = case.experts_per_rank * layout.ep_size
     capacity = {"capacity_factor": CAPACITY_FACTOR, "min_capacity": MIN_CAPACITY, "drop_tokens": case.drops}

@@ -12,12 +12,10 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe.components.expert import LocalExperts
-from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous, stacked
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from tests.expert_cases import H, M, backward, forward, make_experts, rows
-from tests.live_memory import LiveMemory
+from tests.expert_cases import H, M, make_experts
 from tests.ranks import run_on_ranks
 from tests.small_model import Case
 
@@ -87,32 +85,6 @@ def test_experts_of_a_layer_put_together_by_hand_lie_side_by_side_whatever_is_ma
     assert not LocalExperts(nn.Tanh(), 2).state_dict()
     values = {key: each.clone() for key, each in experts.state_dict().items()}
     assert all(torch.equal(each, values[key]) for key, each in experts.bfloat16().state_dict().items())
-
-
-# ---- what it takes
-
-
-@pytest.mark.parametrize(("num_ranks", "slots"), [(1, 8), (2, 32), (1, 64), (2, 64)])
-@pytest.mark.parametrize("name", ["gpt gelu", "mixtral"])
-def test_together_they_take_less_additional_memory_than_their_gradients(name: str, num_ranks: int, slots: int) -> None:
-    experts = make_experts(name, 8, 64, 256, torch.float32)
-    assert make_contiguous(experts)
-    shape = (num_ranks, 8, slots // num_ranks, 64)
-    x_NeCM, dy_NeCM = rows(*shape, dtype=torch.float32), rows(*shape, seed=2, dtype=torch.float32)
-    peaks = []
-    for together in ("never", "auto"):
-        layer = ExpertSet(experts, together=together)
-        with LiveMemory() as memory:
-            call = layer.call(True)
-            y_NeCM = forward(call, x_NeCM, [shape[2]])
-            kept = memory.live - y_NeCM.nbytes
-            backward(call, dy_NeCM, [shape[2]])
-            call.gradients()
-        peaks.append((memory.peak, kept))
-    (peak_alone, kept_alone), (peak_together, kept_together) = peaks
-    assert kept_together == kept_alone > 0
-    gradients = sum(each.nbytes for expert in experts for each in expert.parameters())
-    assert peak_together - peak_alone < 0.75 * gradients * slots / 64
 
 
 # ---- in DeepSpeed
