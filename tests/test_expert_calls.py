@@ -16,7 +16,7 @@ from torch import nn
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.expert_call import ExpertCall, sizes_of_call
-from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, make_contiguous
 from ds_fsmoe.components.expert_compute.saved import SavedTensors
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 from tests.covering import covering
@@ -453,6 +453,23 @@ def test_what_was_kept_goes_when_the_last_chunk_that_needs_it_has_read_it(order:
     # Chunks of other rows need those of all.
     whole, second = 5 * M * 4, 2 * M * 4
     assert left == [whole, second if order is None else whole, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_that_autograd_has_given_is_never_added_to_in_place(dtype: torch.dtype) -> None:
+    """It may have given the same tensor to somebody else."""
+    parameters = [nn.Parameter(torch.zeros(5, 7, dtype=dtype)) for _ in range(3)]
+    given, own = rows(3, 5, 7, dtype=dtype), rows(3, 5, 7, seed=2, dtype=dtype)
+    before = given.clone()
+    for together, to_all in itertools.product((True, False), repeat=2):
+        sums = GradientSums(parameters)
+        for pair in [(parameters, given)] if together else zip(parameters, given, strict=True):
+            sums.add(*pair)
+        sums.add(*((parameters, own) if to_all else (parameters[1], own[1])))
+        found = sums.take()
+        for index in range(3) if to_all else (1,):
+            torch.testing.assert_close(found[index], before[index] + own[index])
+        assert torch.equal(given, before)
 
 
 # ---- misuse
