@@ -165,10 +165,6 @@ def test_dropout_is_no_error_where_it_would_be_wrong_in_chunks_for_it_is_not_cut
 # ---- widths
 
 
-def two(first: int, hidden: int, second: int, last: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(first, hidden), nn.ReLU(), nn.Linear(second, last))
-
-
 def layer_of(gate: Any = None, order: Any = None, width: int = 16, **options: Any) -> MOELayer:
     return MOELayer(gate or LinearGate(k=2), order or SimpleOrder(), model_dim=width, num_experts=4, **options)
 
@@ -177,8 +173,8 @@ def layer_of(gate: Any = None, order: Any = None, width: int = 16, **options: An
     ("expert", "words"),
     [
         (nn.Linear(4, 16), "does not accept rows of shape [1, 1, 16]: "),
-        (two(16, 32, 32, 8), "returned [1, 1, 8] for [1, 1, 16]"),
-        (two(16, 32, 33, 16), "does not accept rows of shape [1, 1, 16]"),
+        (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8)), "returned [1, 1, 8] for [1, 1, 16]"),
+        (nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(33, 16)), "does not accept rows of shape [1, 1, 16]"),
         (GPTFeedForward(8, 32), "does not accept rows of shape [1, 1, 16]"),
         (MixtralFeedForward(8, 32), "does not accept rows of shape [1, 1, 16]"),
     ],

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -362,14 +363,9 @@ class Rows(CallbackBase):
     def note(self, point: str, args: CallbackArgs) -> None:
         self.seen.append((args.direction, point, args.chunk, args.tensor.numel() // WIDTH))
 
-    def before_dispatch_hook(self, args: CallbackArgs) -> None:
-        self.note("sent", args)
-
-    def after_dispatch_hook(self, args: CallbackArgs) -> None:
-        self.note("received", args)
-
-    def after_combine_hook(self, args: CallbackArgs) -> None:
-        self.note("back", args)
+    before_dispatch_hook = partialmethod(note, "sent")
+    after_dispatch_hook = partialmethod(note, "received")
+    after_combine_hook = partialmethod(note, "back")
 
 
 def payload(rank: int, world_size: int) -> tuple[list[tuple[str, str, int, int]], int]:
