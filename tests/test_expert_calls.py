@@ -67,28 +67,29 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+EVERY_WAY = [*((each, "never") for each in (*WRITTEN, *GRAPH)), *((each, "always") for each in WRITTEN)]
+"""Each kind of expert alone, and those that are written out together."""
+
+
 @lru_cache
-def cuts_of(num_parameters: int) -> list[tuple]:
-    """Cuts and orders of both phases, whether the forward is run again, and which parameters are frozen."""
-    frozen = (None, "all", *range(num_parameters))
-    return covering(CUTS, CUTS, ORDERS, ORDERS, (False, True), frozen)
+def every_cut() -> list[tuple]:
+    """Each pair of values of kinds, cuts and orders of both phases, of whether the forward is run again, and of what is
+    frozen: nothing, all parameters, or the one at a place."""
+    return covering(EVERY_WAY, CUTS, CUTS, ORDERS, ORDERS, (False, True), ("none", "all", 0, 1, 2, 3, 4))
 
 
 # ---- any cuts
 
 
-@pytest.mark.parametrize(
-    ("name", "together"), [*((each, "never") for each in (*WRITTEN, *GRAPH)), *((each, "always") for each in WRITTEN)]
-)
+@pytest.mark.parametrize(("name", "together"), EVERY_WAY)
 def test_chunks_in_any_cut_and_order_have_the_numbers_of_the_whole(name: str, together: str, alone: list[str]) -> None:
-    """Frozen is none of the parameters, all, or the one at a place."""
-    num_parameters = len(list(make_experts(name, 1)[0].parameters()))
-    for forward_sizes, backward_sizes, *orders, recompute, left_out in cuts_of(num_parameters):
+    ways = [way for of, *way in every_cut() if of == (name, together)]
+    for forward_sizes, backward_sizes, *orders, recompute, frozen in ways:
         experts = side_by_side(name) if together == "always" else make_experts(name)
         # Where each is by itself, the last one keeps all its gradients.
         for expert in experts if together == "always" else experts[:2]:
             for place, parameter in enumerate(expert.parameters()):
-                parameter.requires_grad_(left_out not in ("all", place))
+                parameter.requires_grad_(frozen not in ("all", place))
         layer = ExpertSet(experts, together=together)
         call = layer.call(True, same_chunks=forward_sizes == backward_sizes, recompute=recompute)
         alone.clear()
