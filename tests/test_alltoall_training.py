@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,16 @@ import pytest
 import torch
 
 from ds_fsmoe import registry
+from ds_fsmoe.checkpoint.plan_state import plans_of, read_plans
 from ds_fsmoe.files.traces import merge_traces
+from ds_fsmoe.layer.stock_layer import FSMoELayer
+from ds_fsmoe.planning.decide.candidates import Search
+from ds_fsmoe.tuning.layer_kinds import LayerKind
+from ds_fsmoe.tuning.summary import summarize
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch
+from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch, train_steps
 
 CASE = Case(4, 1, "fp32", 2, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
 
@@ -38,36 +42,35 @@ def block(alltoall: str, **others: Any) -> dict[str, Any]:
     }
 
 
-def train(rank: int, block: dict[str, Any]) -> list[torch.Tensor]:
-    """Losses and parameters of three steps; in the last the last rank has no second batch."""
+def started(case: Case, rank: int, block: dict[str, Any]) -> tuple[Any, SmallModel]:
     import ds_fsmoe
 
     torch.manual_seed(0)
-    model = SmallModel(CASE, rank)
-    config = CASE.ds_config(fsmoe=block)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    losses = []
-    for step in range(6):
-        if step == 5 and rank == 3:
-            loss = engine.fsmoe_dummy_forward()
-        else:
-            loss = engine(*batch(step, rank, torch.float32))[0]
-            losses.append(loss.detach())
-        engine.backward(loss)
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe=block)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0], model
+
+
+def train(rank: int, block: dict[str, Any]) -> list[torch.Tensor]:
+    """Losses and parameters of three steps; in the last the last rank has no second batch."""
+    engine, model = started(CASE, rank, block)
+    losses = [torch.tensor(train_steps(engine, rank, range(5)))]
+    if rank == 3:
+        engine.backward(engine.fsmoe_dummy_forward())
         engine.step()
+    else:
+        losses.append(torch.tensor(train_steps(engine, rank, [5])))
     found = losses + [each.detach().clone() for each in model.parameters()]
     engine.destroy()
     return found
 
 
+DOUBTFUL = "tests.test_chunked_training.Doubtful"
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "1dh": ("1dh", {}),
     "2dh": ("2dh", {}),
     "2dh, one after another": ("2dh", {"overlap": False}),
-    "2dh, recomputed, with hooks": (
-        "2dh",
-        {"recompute": True, "hooks": ["tests.test_chunked_training.Doubtful"]},
-    ),
+    "2dh, recomputed, with hooks": ("2dh", {"recompute": True, "hooks": [DOUBTFUL]}),
     "2dh in nodes of one rank": ("2dh", {"topology": {"ranks_per_node": 1}}),
     "2dh in one node": ("2dh", {"topology": {"ranks_per_node": 4}}),
     "once per node, of slots": ("node_deduplicated", {"dispatch": "padded"}),
@@ -112,65 +115,9 @@ def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(ways: 
     assert len(tasks) == 2 * 4 * 2 * 2 * (3 + 2) * 5
 
 
-WRONG = """
-from ds_fsmoe import register_alltoall
-from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
-
-
-@register_alltoall("direct")
-class Direct(HierarchicalAllToAll):
-    links = ("intra", "inter")
-
-    def forwarding_ranks(self, source, destination, nodes):
-        return (destination,)
-"""
-
-
-def contradicting(rank: int, world_size: int, folder: str) -> str:
-    sys.path.insert(0, folder)
-    try:
-        train(rank, block("direct", plugins=["wrong_alltoall"]))
-    except ValueError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def test_one_that_contradicts_itself_is_refused_on_every_rank_with_path_and_value(tmp_path: Path) -> None:
-    (tmp_path / "wrong_alltoall.py").write_text(WRONG)
-    sentences = run_on_ranks(contradicting, 4, tmp_path / "ranks", str(tmp_path))
-    beginning = 'ConfigError: fsmoe.alltoall = "direct": Direct sends blocks of rank 0 to rank 2 over'
-    assert sentences[0].startswith(beginning)
-    assert sentences == sentences[:1] * 4
-
-
-def test_without_other_ranks_there_is_nothing_to_exchange(tmp_path: Path) -> None:
-    assert run_on_ranks(alone, 1, tmp_path) == [True]
-
-
-def alone(rank: int, world_size: int) -> bool:
-    import ds_fsmoe
-
-    case = Case(1, 0, "fp32", 1, 2, True)
-    losses = []
-    for each in ("flat", "1dh", "2dh"):
-        torch.manual_seed(0)
-        model = SmallModel(case, rank)
-        asked = {"enabled": True, "alltoall": each, "autotune": {"enabled": False}}
-        config = case.ds_config(fsmoe=asked)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        torch.manual_seed(0)
-        losses.append(engine(*batch(0, rank, torch.float32))[0])
-        engine.destroy()
-    return all(torch.equal(each, losses[0]) for each in losses)
-
-
-def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, Any]:
-    """What the autotuner compared, took and planned with; whether training went on as without it; and the experts of
-    each of this rank's tokens in the first forward."""
-    import ds_fsmoe
-    from ds_fsmoe.layer.stock_layer import FSMoELayer
-    from ds_fsmoe.tuning.layer_kinds import LayerKind
-
+def tuned(rank: int, world_size: int, folder: str) -> tuple[set[str], list[Any], list[list[list[int]]]]:
+    """What the autotuner compared, the crossings it planned with, and the experts of this rank's tokens in the first
+    forward."""
     hurry()
     planned_with: list[Any] = []
     chosen: list[list[list[int]]] = []
@@ -178,60 +125,41 @@ def tuned(rank: int, world_size: int, folder: str, dispatch: str) -> dict[str, A
 
     def seen(kind: LayerKind) -> Any:
         found = sizes(kind)
-        planned_with.append(None if found.crossings is None else (found.crossings.nodes, found.crossings.ranks))
+        planned_with.append(found.crossings and (found.crossings.nodes, found.crossings.ranks))
         return found
 
     def look(module: Any, args: Any, routed: tuple[torch.Tensor, ...]) -> None:
         # Stock's gate returns [K, S], the experts of each token; -1 where one was dropped.
         chosen.append([[expert for expert in experts if expert >= 0] for experts in routed[3].t().tolist()])
 
-    losses = []
-    for alltoall in ("flat", "auto"):
-        torch.manual_seed(0)
-        model = SmallModel(CASE, rank)
-        asked = block(alltoall, dispatch=dispatch)
-        if alltoall == "auto":
-            del asked["pipeline_degree"]
-            asked["autotune"] = {"enabled": True, "trials": 0, "cache_dir": folder}
-        config = CASE.ds_config(fsmoe=asked)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        layers = [each for each in model.modules() if isinstance(each, FSMoELayer)]
-        hooks = [each.gate.register_forward_hook(look) for each in layers if alltoall == "auto"]
-        with patch.object(LayerKind, "sizes", property(seen)):
-            for step in range(6):
-                loss = engine(*batch(step, rank, torch.float32))[0]
-                losses.append(loss.detach())
-                engine.backward(loss)
-                engine.step()
-                for hook in hooks:
-                    hook.remove()
-        rows = engine.fsmoe.autotune.result.rows if alltoall == "auto" else []
-        engine.destroy()
-    is_same = all(torch.allclose(*each, rtol=1e-5) for each in zip(losses[:6], losses[6:], strict=True))
-    found = {"compared": set(rows[0].alltoalls_ms), "taken": rows[0].alltoall, "is_same": is_same}
-    return found | {"planned_with": planned_with, "chosen": chosen}
+    others = {"dispatch": "unpadded", "autotune": {"enabled": True, "trials": 0, "cache_dir": folder}}
+    asked = {name: value for name, value in block("auto", **others).items() if name != "pipeline_degree"}
+    engine, model = started(CASE, rank, asked)
+    hooks = [each.gate.register_forward_hook(look) for each in model.modules() if isinstance(each, FSMoELayer)]
+    with patch.object(LayerKind, "sizes", property(seen)):
+        for step in range(6):
+            train_steps(engine, rank, [step])
+            for hook in hooks:
+                hook.remove()
+    compared = set(engine.fsmoe.autotune.result.rows[0].alltoalls_ms)
+    engine.destroy()
+    return compared, planned_with, chosen
 
 
 @pytest.mark.long
-@sampled("dispatch", ["unpadded", "padded"])
-def test_the_autotuner_compares_once_per_node_where_rows_are_sent(dispatch: str, tmp_path: Path) -> None:
+def test_the_autotuner_compares_once_per_node_where_rows_are_sent(tmp_path: Path) -> None:
     """It plans with the crossings that the tokens of the first forward had."""
-    found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"), dispatch)
-    of_all = set(registry.known("alltoall")) - (set() if dispatch == "unpadded" else {"node_deduplicated"})
-    assert [(each["compared"], each["is_same"]) for each in found] == [(of_all, True)] * 4
-    assert len({each["taken"] for each in found}) == 1
-    if dispatch == "padded":
-        assert all(set(each["planned_with"]) == {None} for each in found)
-        return
+    found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"))
     # One expert on each of four ranks, two ranks in each of two nodes.
-    tokens = [experts for each in found for layer in each["chosen"] for experts in layer]
+    tokens = [experts for _, _, chosen in found for layer in chosen for experts in layer]
     assert len(tokens) == 4 * 2 * BATCH * LENGTH
     choices = sum(map(len, tokens))
     in_nodes = sum(len({expert // 2 for expert in experts}) for experts in tokens)
     assert choices > in_nodes
-    for each in found:
-        assert each["planned_with"]
-        for crossings in each["planned_with"]:
+    for compared, planned_with, _ in found:
+        assert compared == set(registry.known("alltoall"))
+        assert planned_with
+        for crossings in planned_with:
             assert crossings == pytest.approx((in_nodes / choices, 1.0))
 
 
@@ -242,12 +170,7 @@ DROPS = replace(CASE, k=1, drop_tokens=True, moe_options=(("use_rts", False),))
 
 
 def by_choice(rank: int, world_size: int) -> dict[str, Any]:
-    """Train a model that drops tokens: padded, deterministic, in one chunk, and as the autotuner would with rows."""
-    import ds_fsmoe
-    from ds_fsmoe.checkpoint.plan_state import plans_of, read_plans
-    from ds_fsmoe.planning.decide.candidates import Search
-    from ds_fsmoe.tuning.summary import summarize
-
+    """Train a model that drops tokens: padded, in one chunk, and as the autotuner would with rows."""
     hurry()
 
     def rows_everywhere(search: Search, stage: int | None = None) -> list[Any]:
@@ -256,50 +179,32 @@ def by_choice(rank: int, world_size: int) -> dict[str, Any]:
         return [found, search.stock()]
 
     found: dict[str, Any] = {}
-    tuned = {"autotune": {"enabled": True, "trials": 0}}
+    tuned = {"enabled": True, "topology": {"ranks_per_node": 2}, "autotune": {"enabled": True, "trials": 0}}
     for name, others in {
         "padded": {"dispatch": "padded", "autotune": False},
-        "by choice": tuned,
-        "deterministic, padded": {"deterministic": True, "dispatch": "padded"},
-        "deterministic": {"deterministic": True},
-        "one chunk": {**tuned, "num_chunks": 1},
-        "named": {**tuned, "alltoall": "node_deduplicated"},
+        "by choice": {},
+        "one chunk": {"num_chunks": 1},
+        "named": {"alltoall": "node_deduplicated"},
     }.items():
-        torch.manual_seed(0)
-        model = SmallModel(DROPS, rank)
-        nodes = {"topology": {"ranks_per_node": 2}}
-        config = DROPS.ds_config(fsmoe={"enabled": True} | nodes | others)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine, model = started(DROPS, rank, tuned | others)
         layer, kept = engine.fsmoe.inner_layers["L00"], []
         layer.gate.register_forward_hook(lambda *of, kept=kept: kept.append(of[2][3]))
-        values: list[torch.Tensor] = []
-        patched = patch.object(Search, "to_try", rows_everywhere) if name == "by choice" else nullcontext()
-        with patched:
-            for step in range(8):
-                loss = engine(*batch(step, rank, torch.float32))[0]
-                engine.backward(loss)
-                engine.step()
-                values += [loss.detach()]
-        values += [each.detach().clone() for each in model.parameters()]
+        with patch.object(Search, "to_try", rows_everywhere) if name == "by choice" else nullcontext():
+            losses = train_steps(engine, rank, range(8))
+        values = [torch.tensor(losses), *(each.detach().clone() for each in model.parameters())]
         tuner = engine.fsmoe.autotune
         ways = set() if tuner is None else {way for row in tuner.result.rows for way in row.alltoalls_ms}
-        found[name] = {
-            "values": values,
-            "kept": kept,
-            "ways": ways,
-            "sends_rows": layer.fsmoe.sends_rows(layer.gate),
-            "said": engine.fsmoe.chosen()["dispatch"],
-        }
+        found[name] = {"values": values, "kept": kept, "ways": ways, "sends_rows": layer.fsmoe.sends_rows(layer.gate)}
+        found[name]["said"] = engine.fsmoe.chosen()["dispatch"]
         if name == "by choice":
             found["summary"] = str(summarize(tuner.result.rows, tuner.result.context, tuner.result.outcome))
             found["alltoall"] = layer.pipeline.forward.alltoall
             data = json.loads(json.dumps(plans_of(engine.fsmoe)))
             running = engine.fsmoe.running
             read = []
-            for is_strict in (False, True):
+            for is_strict in (True, False):
                 running.block = running.block.model_copy(update={"deterministic": is_strict})
                 read.append(read_plans(engine.fsmoe, data).layers["L00"].is_unpadded)
-            running.block = running.block.model_copy(update={"deterministic": False})
             found["read"] = read
             layer.fsmoe.run_unchunked("this test has found a reason")
             found["whole"] = layer.fsmoe.sends_rows(layer.gate), layer.pipeline.forward.alltoall
@@ -326,14 +231,13 @@ def test_the_autotuner_sends_no_empty_slots_equal_to_rounding_and_never_where_bi
         for ours, slots in zip(chosen["values"], padded["values"], strict=True):
             torch.testing.assert_close(ours, slots, rtol=1e-5, atol=1e-5)
         # Where bits are kept, nothing is compared and nothing changes.
-        for name, same_as in (("deterministic", "deterministic, padded"), ("one chunk", "padded")):
-            assert found[name]["sends_rows"] is False
-            assert not any(each.startswith("unpadded") for each in found[name]["ways"])
-            assert all(map(torch.equal, found[name]["values"], found[same_as]["values"]))
+        assert found["one chunk"]["sends_rows"] is False
+        assert not any(each.startswith("unpadded") for each in found["one chunk"]["ways"])
+        assert all(map(torch.equal, found["one chunk"]["values"], padded["values"]))
         # An all-to-all that was named is compared with slots, for which it is flat, and with rows.
         assert found["named"]["ways"] == {"node_deduplicated", "unpadded node_deduplicated"}
         # A checkpoint's plan is gone on with, unless the config does not allow it any more.
-        assert found["read"] == [True, False]
+        assert found["read"] == [False, True]
         # A layer that must run in one chunk, and one that is measured again, sends slots.
         assert found["whole"] == (False, "flat")
         assert found["again"] == [False, False]
@@ -356,13 +260,9 @@ KEPT: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def may_choose(rank: int, world_size: int) -> dict[str, bool]:
-    import ds_fsmoe
-
-    case, found = Case(1, 0, "fp32", 1, 2, True), {}
+    found = {}
     for name, (_, others) in KEPT.items():
-        model = SmallModel(case, rank)
-        config = case.ds_config(fsmoe={"enabled": True} | others)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine, _ = started(Case(1, 0, "fp32", 1, 2, True), rank, {"enabled": True} | others)
         layer = engine.fsmoe.inner_layers["L00"]
         found[name] = layer.fsmoe.may_be_unpadded(layer.gate)
         layer.fsmoe.run_unchunked("this test has found a reason")

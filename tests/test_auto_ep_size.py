@@ -8,11 +8,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,8 +31,7 @@ from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
 from ds_fsmoe.files import learned_batches
 from ds_fsmoe.measuring import cluster_profile
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, cluster_fingerprint, write_measurements
-from ds_fsmoe.measuring.stopwatch import Stopwatch
-from ds_fsmoe.measuring.stopwatch import Times as Timed
+from ds_fsmoe.measuring.stopwatch import Stopwatch, Times
 from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json
 from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
 from ds_fsmoe.planning.cost import LinearCost
@@ -40,9 +41,10 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import predicted_ep_size
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
-from tests.hf_families import NUM_EXPERTS, batch, config_of, loss_of, model_of
+from tests.hf_families import NUM_EXPERTS, config_of, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
+from tests.test_expert_packing import trained
 from tests.test_hugging_face import ds_config, engine_of
 
 FREE = Operation(LinearCost(0.0, 0.0))
@@ -62,21 +64,14 @@ def links(inter: float, intra: float, per_node: int = 2) -> Cluster:
     return Cluster("mine", 2, per_node, costs | free)
 
 
-def kept(folder: Path, cluster: Cluster) -> None:
-    """Put a cluster into the cache of this job, on rank 0."""
-    import torch.distributed as dist
-
-    fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(dist.get_world_size(), 2))
-    if dist.get_rank() == 0:
-        folder.mkdir(exist_ok=True)
-        path = MeasurementCache(folder).file_of(fingerprint)
-        write_measurements(path, fingerprint, Measurements(), cluster)
-    dist.barrier()
+def on_links(folder: Path) -> dict[str, Any]:
+    """A block that names a cluster with slow links between nodes."""
+    (folder / "mine.json").write_text(json.dumps(cluster_as_json(links(SLOW, FAST))))
+    return {"trace": {"cluster": str(folder / "mine.json")}}
 
 
-def config_with(length: int, folder: Path | None = None, **block: Any) -> dict[str, Any]:
-    cache = {} if folder is None else {"autotune": {"cache_dir": str(folder)}}
-    return ds_config(1, sequence_length=length, topology={"ranks_per_node": 2}, **cache, **block)
+def config_with(length: int | str, **block: Any) -> dict[str, Any]:
+    return ds_config(1, sequence_length=length, topology={"ranks_per_node": 2}, **block)
 
 
 # ---- on ranks
@@ -86,54 +81,50 @@ LENGTHS = {1: 4, 128: 2, 4096: 1}
 
 
 def made(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Sizes of models that are made in each way, by a cache with made-up links, and what is said."""
+    """Sizes and losses of models that are made in each way, by a cache with made-up links, and what is said."""
     from transformers import AutoModelForCausalLM
 
     import ds_fsmoe
 
-    kept(Path(folder), links(SLOW, FAST))
-    found: dict[str, Any] = {}
-    saved = Path(folder) / "model"
+    fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(world_size, 2))
     if rank == 0:
-        model_of("olmoe").save_pretrained(saved)
+        model_of("olmoe").save_pretrained(folder)
+        file = MeasurementCache(Path(folder)).file_of(fingerprint)
+        write_measurements(file, fingerprint, Measurements(), links(SLOW, FAST))
     torch.distributed.barrier()
-    for length in LENGTHS:
-        config = config_with(length, Path(folder))
-        with ds_fsmoe.own_experts(config):
-            models = {
-                "files": AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32),
-                "config": AutoModelForCausalLM.from_config(config_of("olmoe")),
-            }
-        local = {way: len(each.model.layers[0].mlp.experts.down_proj) for way, each in models.items()}
-        models["initialize"] = model_of("olmoe")
-        for way, model in models.items():
-            engine = engine_of(model, config)
-            ep_sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
-            loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
-            found[f"{way}, {length}"] = ep_sizes, local.get(way), engine.fsmoe.chosen()["ep_size"], loss.item()
-            engine.destroy()
-    for size in LENGTHS.values():
-        engine = engine_of(model_of("olmoe"), config_with(1, ep_size=size))
-        found[f"by hand, {size}"] = loss_of(engine, batch(0, world_size)[rank : rank + 1]).item()
+    cache = {"autotune": {"cache_dir": folder}}
+
+    def run(model: Any, config: dict[str, Any]) -> tuple[set[int], str, list[float]]:
+        engine = engine_of(model, config)
+        ep_sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
+        losses, said = trained(engine, rank, world_size, steps=1), engine.fsmoe.chosen().get("ep_size", "")
         engine.destroy()
-    return found
+        return ep_sizes, said, losses
+
+    found: dict[str, Any] = {}
+    for way, length in (("files", 1), ("config", 128), ("initialize", 4096), ("files", 4096), ("initialize", 1)):
+        config = config_with(length, **cache)
+        with ds_fsmoe.own_experts(config) if way != "initialize" else nullcontext():
+            if way == "files":
+                model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            else:
+                model = AutoModelForCausalLM.from_config(config_of("olmoe")) if way == "config" else model_of("olmoe")
+        local = len(model.model.layers[0].mlp.experts.down_proj)
+        assert local == NUM_EXPERTS // (1 if way == "initialize" else LENGTHS[length])
+        found[way, length] = run(model, config)
+    return found | {size: run(model_of("olmoe"), config_with(1, ep_size=size))[2] for size in (1, 4)}
 
 
 @pytest.mark.long
 def test_a_model_has_the_planners_size_in_whatever_way_it_is_made_and_trains_as_with_this_size(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(made, 4, tmp_path / "ranks", str(tmp_path / "cache"))
+    of_ranks = run_on_ranks(made, 4, tmp_path / "ranks", str(tmp_path / "model"))
     for found in of_ranks:
-        for way in ("files", "config", "initialize"):
-            for length, size in LENGTHS.items():
-                sizes, local, said, loss = found[f"{way}, {length}"]
-                assert (way, length, sizes) == (way, length, {size})
-                assert said == of_ranks[0][f"initialize, {length}"][2]
-                assert said.startswith(
-                    f"{size} of 1, 2, 4 for {length} tokens a micro-batch on links measured before; "
-                )
-                assert local in (None, NUM_EXPERTS // size)
-                if way != "config":
-                    assert loss == found[f"by hand, {size}"]
+        for (way, length), (sizes, said, loss) in ((key, found[key]) for key in found if isinstance(key, tuple)):
+            size = LENGTHS[length]
+            assert (way, length, sizes) == (way, length, {size})
+            assert said == of_ranks[0][way, length][1]
+            assert said.startswith(f"{size} of 1, 2, 4 for {length} tokens a micro-batch on links measured before; ")
+            assert way == "config" or loss == found[size]
 
 
 SLOWEST = 1e-3 * 100.0 / (2 * 4)
@@ -143,40 +134,32 @@ SLOWEST = 1e-3 * 100.0 / (2 * 4)
 SLOWED = {(Lane.COMPUTE, Lane.INTER): 1.5, (Lane.INTER, Lane.COMPUTE): 1.25}
 
 
-class Times:
-    """Lets operations take so long by their sizes in place of a stopwatch, alone and side by side; the work itself is
-    done once per size."""
+@contextmanager
+def pretending(num_in_time: int = 99) -> Iterator[list[str]]:
+    """Let operations take so long by their sizes, alone and side by side; the work itself is done once per size, and
+    the clock is not asked.
 
-    def __init__(self, num_in_time: int = 99) -> None:
-        self.timed: list[str] = []
-        self._num_in_time = num_in_time
+    Yields:
+        What was timed, in its order.
+    """
+    timed: list[str] = []
 
-    def __enter__(self) -> Times:
-        def times(watch: Any, what: str, sizes: Any, prepare: Any, group: Any = None) -> Timed:
-            self.timed.append(what)
-            for size in sizes:
-                prepare(size)()
-            found_ms = [1e-3 * self.slope_of(what) * size for size in sizes]
-            return Timed(found_ms, [], found_ms)
+    def times(self: Any, what: str, sizes: Any, prepare: Any, group: Any = None) -> Times:
+        timed.append(what)
+        for size in sizes:
+            prepare(size)()
+        slope = 1.0 if what.startswith("gemm") else 100.0 if "inter" in what else 10.0
+        found_ms = [1e-3 * slope * size for size in sizes]
+        return Times(found_ms, [], found_ms)
 
-        def slowdowns(watch: Any, lanes: Any, work: Any, what: str) -> Slowdowns:
-            self.beside = sorted(work)
-            for prepare in work.values():
-                prepare()()
-            return Slowdowns({pair: factor for pair, factor in SLOWED.items() if set(pair) <= set(work)})
+    def slowdowns(watch: Any, lanes: Any, work: Any, what: str) -> Slowdowns:
+        for prepare in work.values():
+            prepare()()
+        return Slowdowns({pair: factor for pair, factor in SLOWED.items() if set(pair) <= set(work)})
 
-        self._own = Stopwatch.times, Stopwatch.any_rank, cluster_profile.slowdowns
-        Stopwatch.times = times  # type: ignore[method-assign]
-        cluster_profile.slowdowns = slowdowns
-        # The clock is not asked.
-        Stopwatch.any_rank = lambda *_: len(self.timed) >= self._num_in_time  # type: ignore[method-assign]
-        return self
-
-    def slope_of(self, what: str) -> float:
-        return 1.0 if what.startswith("gemm") else 100.0 if "inter" in what else 10.0
-
-    def __exit__(self, *error: Any) -> None:
-        Stopwatch.times, Stopwatch.any_rank, cluster_profile.slowdowns = self._own  # type: ignore[method-assign]
+    is_over = patch.object(Stopwatch, "any_rank", lambda *_: len(timed) >= num_in_time)
+    with patch.object(Stopwatch, "times", times), patch.object(cluster_profile, "slowdowns", slowdowns), is_over:
+        yield timed
 
 
 def measured(rank: int, world_size: int) -> dict[str, Any]:
@@ -185,53 +168,43 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
     logging.getLogger("ds_fsmoe").addHandler(said)
     found: dict[str, Any] = {}
 
-    def sizes_of(model: Any, config: dict[str, Any]) -> tuple[set[int], str | None]:
-        engine = engine_of(model, config)
+    def sizes_of(config: dict[str, Any]) -> tuple[set[int], str | None]:
+        engine = engine_of(model_of("olmoe"), config)
         sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
         words = engine.fsmoe.chosen().get("ep_size")
         engine.destroy()
         return sizes, words
 
-    with Times() as times:
-        found["measured"] = sizes_of(model_of("olmoe"), config_with(1))
-        found["timed"] = list(times.timed)
-        found["deterministic"] = sizes_of(model_of("olmoe"), config_with(1, deterministic=True))
-        found["unknown"] = sizes_of(model_of("olmoe"), ds_config(1, topology={"ranks_per_node": 2}))
-        frozen = model_of("olmoe")
-        for each in find_experts(frozen).values():
-            each.requires_grad_(False)
-        found["frozen"] = sizes_of(frozen, config_with(1))
-        found["more"] = len(times.timed) - len(found["timed"])
-        found["learns"] = learned(rank, world_size, said)
-    found["warned"] = [each for each in said.lines if "ep_size" in each]
+    def sentences() -> list[str]:
+        return [each for each in said.lines if "ep_size" in each]
+
+    with pretending() as timed:
+        found["measured"] = sizes_of(config_with(1))
+        found["timed"] = list(timed)
+        found["unknown"] = sizes_of(config_with("auto"))
+        found["more"] = len(timed) - len(found["timed"])
+        found["learns"] = *learned(rank, world_size), sentences()
     few, own = topology_of_size(world_size, 2), predicted_ep_size.measure_links
-    with Times(num_in_time=8) as times:
+    with pretending(num_in_time=8) as timed:
         costs, found["contention"] = own(Stopwatch(torch.device("cpu")), few, torch.float32)
-        found["beside"] = times.beside
-        found["in time"], found["by others"] = times.timed, {name: each.cost.beta_ms for name, each in costs.items()}
-    with Times(num_in_time=3) as times, pytest.raises(MeasuringError, match="could not be measured within"):
+        found["in time"], found["by others"] = timed, {name: each.cost.beta_ms for name, each in costs.items()}
+    with pretending(num_in_time=3), pytest.raises(MeasuringError, match="could not be measured within"):
         own(Stopwatch(torch.device("cpu")), few, torch.float32)
-    predicted_ep_size.measure_links = fails_on_one_rank
-    found["failed"] = sizes_of(model_of("olmoe"), config_with(1))
-    predicted_ep_size.measure_links = own
-    found["warned of"] = [each for each in said.lines if "ep_size" in each]
+    with patch.object(predicted_ep_size, "measure_links", fails_on_one_rank):
+        found["failed"] = sizes_of(config_with(1))
+    found["warned of"] = sentences()
     return found
 
 
-def learned(rank: int, world_size: int, said: Said) -> Any:
-    """Size and loss of a start after one that has not known its batches, by hand, and what was said between."""
-    losses, sizes, before = [], [], len(said.lines)
+def learned(rank: int, world_size: int) -> tuple[list[int], bool]:
+    """Sizes of a start that knows no batches, of the next and by hand, and whether the last two train alike."""
+    losses, sizes = [], []
     for block in ({}, {}, {"ep_size": 4}):
-        config = ds_config(1, topology={"ranks_per_node": 2}, autotune=False, **block)
-        engine = engine_of(model_of("olmoe"), config)
+        engine = engine_of(model_of("olmoe"), config_with("auto", autotune=False, **block))
         sizes.append(next(iter(engine.fsmoe.inner_layers.values())).ep_size)
-        for step in range(10):
-            loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
-            engine.backward(loss)
-            engine.step()
-        losses.append(loss.item())
+        losses.append(trained(engine, rank, world_size, steps=10))
         engine.destroy()
-    return sizes, losses[1] == losses[2], [each for each in said.lines[before:] if "ep_size" in each]
+    return sizes, losses[1] == losses[2]
 
 
 def fails_on_one_rank(*args: Any, **options: Any) -> Any:
@@ -251,25 +224,19 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
         assert said == of_ranks[0]["measured"][1]
         assert said.startswith("4 of 1, 2, 4 for 1 tokens a micro-batch on measured links; ")
         assert {f"{link}.{name}" for link in LINKS for name in COLLECTIVES} | {"gemm"} <= set(found["timed"])
-        assert found["deterministic"] == ({2}, None)
+        assert found["failed"] == ({2}, None)
         assert found["unknown"] == ({2}, '2, the largest inside a node: set "sequence_length" to have it chosen')
-        assert found["frozen"] == ({2}, None)
         assert found["more"] == 0
         sizes, is_as_by_hand, lines = found["learns"]
         assert (sizes, is_as_by_hand) == ([2, 4, 4], True)
         assert [each.partition(" (")[0] for each in lines] == [
             "ep_size: micro-batches have 16 tokens on average: the next start will use ep_size = 4"
         ] * (found is of_ranks[0])
-        assert found["warned"] == found["learns"][2]
-        assert found["failed"] == ({2}, None)
         assert found["in time"][-1] == "inter.all_reduce"
-        assert (found["beside"], found["contention"]) == (["compute", "inter"], Contention(compute=0.5, traffic=0.25))
-        assert {name: found["by others"][name] for name in ("inter.all_to_all", "inter.all_reduce")} == {
-            "inter.all_to_all": pytest.approx(SLOWEST),
-            "inter.all_reduce": pytest.approx(SLOWEST),
-        }
-        for name, times in (("all_to_all", 1), ("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
-            assert found["by others"][f"intra.{name}"] == pytest.approx(times * SLOWEST / 10)
+        assert found["contention"] == Contention(compute=0.5, traffic=0.25)
+        wanted = {"inter.all_to_all": 1.0, "inter.all_reduce": 1.0, "intra.all_to_all": 0.1, "intra.all_reduce": 0.2}
+        for name, times in (wanted | {"intra.all_gather": 0.1, "intra.reduce_scatter": 0.1}).items():
+            assert found["by others"][name] == pytest.approx(times * SLOWEST)
     *_, warned = of_ranks[0]["warned of"]
     assert warned == ("ep_size = 2, the largest inside a node: rank 1 failed while measuring links: OSError: no link")
 
@@ -277,56 +244,39 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
 # ---- without ranks
 
 
-def choice(block: dict[str, Any], experts: int = NUM_EXPERTS, world: int = 4, **changes: Any) -> AutoEpSize:
+def choice(block: dict[str, Any], **changes: Any) -> AutoEpSize:
     """What a choice depends on, of a small model on nodes of two ranks."""
-    model = model_of("olmoe")
-    modules, written = list(find_experts(model).values()), FSMoEBlock(**block)
-    fitting = fitting_ep_sizes(written, [experts], world)
-    topology = topology_of_size(world, 2)
-    given = {"ds_config": ds_config(1), "model": model, "cautious": 2, "fitting": fitting, "topology": topology}
-    return AutoEpSize(written, modules=modules, device=torch.device("cpu"), dtype=None, **(given | changes))
+    model, written, topology = model_of("olmoe"), FSMoEBlock(**block), topology_of_size(4, 2)
+    given = {"ds_config": ds_config(1), "model": model, "cautious": 2, "topology": topology}
+    given |= {"fitting": fitting_ep_sizes(written, [NUM_EXPERTS], 4), "modules": list(find_experts(model).values())}
+    return AutoEpSize(written, device=torch.device("cpu"), dtype=None, **(given | changes))
+
+
+def chosen(block: dict[str, Any], **changes: Any) -> tuple[int, str]:
+    """The size, and the words about it."""
+    made = choice(block, **changes)
+    return made.choose(), choice_of(made.modules).reason
 
 
 def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_on_timings(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(cluster_as_json(links(SLOW, FAST))))
     for length, size in LENGTHS.items():
-        made = choice({"sequence_length": length, "deterministic": True, "trace": {"cluster": str(file)}})
+        made = choice({"sequence_length": length, "deterministic": True} | on_links(tmp_path))
         assert made.choose() == size
         # A second one takes what is noted, and needs nothing of the first.
         assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == size
-        assert choice_of(made.modules).reason.startswith(
-            f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
-        )
+        wanted = f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
+        assert choice_of(made.modules).reason.startswith(wanted)
         # A model that has been given back knows nothing of it.
         forget_ep_size(made.modules)
         assert not any(name.startswith("fsmoe") for each in made.modules for name in vars(each))
 
 
-@pytest.mark.parametrize("length", [1, 16, 64, 100, 128, 200, 512, 4096])
-@pytest.mark.parametrize("slopes", [(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
-def test_it_is_the_planners_choice_among_all_sizes(length: int, slopes: tuple[float, float]) -> None:
-    made, cluster = choice({})._predictor(length), links(*slopes)
-    found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
-    assert learned_of(found, length) == learned_of(of_all, length)
-
-
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ({"train_micro_batch_size_per_gpu": 2}, (2, 1)),
-        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (2, 3)),
-        ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (2, 3)),
-        ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}, (2, 3)),
-        ({"train_batch_size": 24}, (6, 1)),
-        ({"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}, (None, 1)),
-        ({}, (None, 1)),
-    ],
-)
-def test_the_samples_of_a_micro_batch_are_those_of_deepspeeds_config(
-    written: dict[str, Any], expected: tuple[int | None, int]
-) -> None:
-    assert auto_ep_size._batch(written, 4) == expected
+def test_it_is_the_planners_choice_among_all_sizes() -> None:
+    job, of_links = choice({}), itertools.cycle([(SLOW, FAST), (SLOW, SLOW), (FAST, FAST)])
+    for length, slopes in zip([1, 64, 100, 128, 512, 4096], of_links, strict=False):
+        made, cluster = job._predictor(length), links(*slopes)
+        found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
+        assert learned_of(found, length) == learned_of(of_all, length)
 
 
 def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:
@@ -339,11 +289,22 @@ def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:
     assert (job.world, job.ranks_per_node, job.zero, job.micro_batches) == (4, 2, 2, 5)
     of_experts = sum(3 * each.M * each.H * each.E for each in job.shapes)
     assert job.num_dense + of_experts == sum(each.numel() for each in made.model.parameters())
+    # The samples of a micro-batch and the micro-batches of a step, as DeepSpeed's config may have them.
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    for *values, expected in (
+        (2, None, None, (2, 1)),
+        (2, 3, None, (2, 3)),
+        (None, 3, 24, (2, 3)),
+        (2, None, 24, (2, 3)),
+        (None, None, 24, (6, 1)),
+        ("auto", "auto", None, (None, 1)),
+    ):
+        written = {name: value for name, value in zip(names, values, strict=True) if value}
+        assert auto_ep_size._batch(written, 4) == expected
 
 
 def test_a_size_that_does_not_fit_into_memory_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.json").write_text(json.dumps(cluster_as_json(links(SLOW, FAST))))
-    block = {"sequence_length": 4096, "trace": {"cluster": str(tmp_path / "mine.json")}}
+    block = {"sequence_length": 4096} | on_links(tmp_path)
     made, own = choice(block), AutoEpSize._predictor
     job = own(made, 4096).job
     found = {g.ep: states_bytes(job, g, 0.0) for g in job.layouts()}
@@ -355,10 +316,8 @@ def test_a_size_that_does_not_fit_into_memory_is_not_chosen(tmp_path: Path, monk
     monkeypatch.setattr(AutoEpSize, "_predictor", lambda self, length: replace(own(self, length), device=on_gpu))
     assert choice(block).choose() == 2
     most.total_memory = 1.0
-    assert (least := choice(block)).choose() == 4
-    assert choice_of(least.modules).reason == (
-        "4 of 1, 2, 4 for 4096 tokens a micro-batch on the links of mine; no size is predicted to fit into memory"
-    )
+    said = "4 of 1, 2, 4 for 4096 tokens a micro-batch on the links of mine; no size is predicted to fit into memory"
+    assert chosen(block) == (4, said)
     # Of an optimizer that the config does not name, the states are Adam's.
     most.total_memory = (found[1] + found[2]) / 2
     unnamed = {name: value for name, value in ds_config(1).items() if name != "optimizer"}
@@ -406,13 +365,19 @@ def test_a_run_that_the_config_ends_learns_nothing_for_the_next_one() -> None:
         ({"topology": Topology((0, 1, 0, 1))}, None),
         ({"ds_config": ds_config(1) | {"use_data_before_expert_parallelism": True}}, None),
         ({"fitting": [1]}, None),
+        ({"frozen": True}, None),
+        ({"deterministic": True}, None),
         ({"ds_config": {}}, '2, the largest inside a node: set "train_micro_batch_size_per_gpu" to have it chosen'),
     ],
 )
 def test_what_the_planner_does_not_know_leaves_the_largest_size_in_a_node(
     changes: dict[str, Any], sentence: str | None
 ) -> None:
-    made = choice({"sequence_length": 4096}, **changes)
+    block = {"sequence_length": 4096, "deterministic": changes.get("deterministic", False)}
+    given = {name: value for name, value in changes.items() if name not in ("frozen", "deterministic")}
+    made = choice(block, **given)
+    for each in made.modules:
+        each.requires_grad_("frozen" not in changes)
     assert (made.choose(), choice_of(made.modules).reason or None) == (2, sentence)
 
 
@@ -449,15 +414,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def run_step(watched: BatchLengths, *of_batches: int | tuple[int, ...], is_tuned: bool = True) -> None:
-    """A step of forwards, each with a batch of one part or of several."""
-    for parts in of_batches:
-        watched.begin_forward(has_batch=True)
-        for tokens in (parts,) if isinstance(parts, int) else parts:
-            call(watched, tokens)
-        watched.end_forward()
-    if watched.step_is_over(is_tuned):
-        watched.compare()
+def run_steps(watched: BatchLengths, count: int, *of_batches: int | tuple[int, ...], is_tuned: bool = True) -> None:
+    """Steps of forwards, each with a batch of one part or of several."""
+    for _ in range(count):
+        for parts in of_batches:
+            watched.begin_forward(has_batch=True)
+            for tokens in (parts,) if isinstance(parts, int) else parts:
+                call(watched, tokens)
+            watched.end_forward()
+        if watched.step_is_over(is_tuned):
+            watched.compare()
 
 
 def call(watched: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:
@@ -469,90 +435,57 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
 ) -> None:
     caplog.set_level(logging.INFO, "ds_fsmoe")
     watched = lengths(1, is_known=False)
-    for _ in range(10):
-        run_step(watched, 3096, 5096)
+    run_steps(watched, 10, 3096, 5096)
     assert asked == [4096]
     (line,) = (each.message for each in caplog.records if "next start" in each.message)
     assert "micro-batches have 4096 tokens on average: the next start will use ep_size = 1 (predicted to be " in line
-    started = choice({})
-    assert started.choose() == 1
-    assert choice_of(started.modules).reason.startswith(
-        "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw; "
-    )
-    # Another batch, model or cluster is another job, and nothing is known of it.
-    others: list[dict[str, Any]] = [
-        {"ds_config": ds_config(1) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}},
-        {"ds_config": ds_config(1) | {"gradient_accumulation_steps": 4}},
-        {"ds_config": ds_config(3)},
-        {"topology": topology_of_size(4, 4)},
+    size, said = chosen({})
+    assert (size, said.partition(";")[0]) == (1, "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw")
+    # Another batch, model or cluster is another job, and nothing is known of it; nor where it may not be used.
+    config = ds_config(1)
+    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, {"ds_config": config | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}}),
+        ({}, {"ds_config": config | {"gradient_accumulation_steps": 4}}),
+        ({}, {"ds_config": ds_config(3)}),
+        ({}, {"topology": topology_of_size(4, 4)}),
+        ({"deterministic": True, "trace": {"cluster": "testbed_b"}}, {}),
     ]
-    for other in others:
-        unknown = choice({}, **other)
-        assert (unknown.choose(), "set" in choice_of(unknown.modules).reason) == (2, True)
-    exact = choice({"deterministic": True, "trace": {"cluster": "testbed_b"}})
-    assert (exact.choose(), "set" in choice_of(exact.modules).reason) == (2, True)
-    assert choice_of(exact.modules).predictor is None
-    # It can be looked at and forgotten.
+    for block, changes in others:
+        size, said = chosen(block, **changes)
+        assert (size, "set" in said) == (2, True)
+    # It can be looked at and forgotten; an old file is ignored with a line.
     assert cli.main(["remembered"]) == 0
     listed = capsys.readouterr().out
     name, *numbers = listed.splitlines()[-1].split()
     assert numbers[:3] == ["2", str(NUM_EXPERTS), "4"]
     assert numbers[-5:-1] == ["4096", "1", "2", "takes"]
-    assert cli.main(["remembered", "--forget", "other"]) == 1
-    assert cli.main(["remembered", "--forget", name]) == 0
+    assert [cli.main(["remembered", "--forget", each]) for each in ("other", name)] == [1, 0]
     assert choice({}).choose() == 2
     capsys.readouterr()
     assert cli.main(["remembered"]) == 0
     assert capsys.readouterr().out == "nothing is remembered\n"
-
-
-def test_a_damaged_or_an_old_file_is_ignored_with_a_line(
-    asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damages: list[tuple[str, str, str]] = [
-        ('"format": 1', '"format": 2', "has format 2"),
-        ('"tokens": 4096', '"tokens": -4', "counts of 1 to"),
-        (r'"runner_up_costs": [\d.]+', '"runner_up_costs": "1.5"', "must be a number above 0"),
-        (r"^[\s\S]*$", "{", "cannot be read"),
-    ]
-    for written, damaged, words in damages:
-        watched = lengths(1, is_known=False)
-        for _ in range(10):
-            run_step(watched, 4096)
-        (file,) = learned_batches.all_files()
-        text, count = re.subn(written, damaged, file.read_text(), count=1)
-        assert count == 1
-        file.write_text(text)
-        assert choice({}).choose() == 2
-        assert "what the last run has learned is ignored: " in caplog.text
-        assert words in caplog.text
-        assert cli.main(["remembered"]) == 0
-        assert "ignored: " in capsys.readouterr().out
-        file.unlink()
-        caplog.clear()
+    run_steps(lengths(1, is_known=False), 10, 4096)
+    (file,) = learned_batches.all_files()
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    assert choice({}).choose() == 2
+    assert "what the last run has learned is ignored: " in caplog.text
+    assert cli.main(["remembered"]) == 0
+    assert "ignored: " in capsys.readouterr().out
 
 
 def test_batches_about_as_long_as_assumed_need_no_prediction_and_others_do(asked: list[int]) -> None:
     watched = lengths(1000)
-    steps_until_10, then_100 = [800, 1200], [700]
-    for _ in range(10):
-        run_step(watched, *steps_until_10)
-    assert asked == []
-    for _ in range(90):
-        run_step(watched, *then_100)
-    assert asked == [700]
-    # From then on those are what is assumed; it looks at steps 1000, 2000, ...
-    for _ in range(900):
-        run_step(watched, 700)
-    for _ in range(1000):
-        run_step(watched, 300)
+    # From step 100 on its mean is what is assumed; then it looks at steps 1000, 2000, ...
+    for steps, tokens, wanted in ((10, (800, 1200), []), (90, (700,), [700]), (900, (700,), [700])):
+        run_steps(watched, steps, *tokens)
+        assert asked == wanted
+    run_steps(watched, 1000, 300)
     assert asked == [700, 300]
 
 
 def test_it_waits_for_plans_and_counts_each_batch_once(asked: list[int]) -> None:
     watched = lengths(1)
-    for _ in range(25):
-        run_step(watched, 500, is_tuned=False)
+    run_steps(watched, 25, 500, is_tuned=False)
     assert asked == []
     watched.begin_forward(has_batch=False)
     call(watched, 10_000)  # the rows of a rank without a batch are made up
@@ -565,7 +498,7 @@ def test_it_waits_for_plans_and_counts_each_batch_once(asked: list[int]) -> None
     call(watched, 500)
     watched.end_forward()
     call(watched, 10_000)  # the script generates with the model itself, which may be in training mode
-    run_step(watched, (250, 250), 500)
+    run_steps(watched, 1, (250, 250), 500)
     assert asked == [500]
 
 
@@ -574,9 +507,8 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
 ) -> None:
     caplog.set_level(logging.INFO, "ds_fsmoe")
     watched = lengths(128, is_given=True)
-    for batches in (120, 128, 140, 140):
-        for _ in range(10 if batches == 120 else 90 if batches == 128 else 1000):
-            run_step(watched, batches)
+    for tokens, steps in ((120, 10), (128, 90), (140, 2000)):
+        run_steps(watched, steps, tokens)
     assert asked == [140]
     (line,) = (each.message for each in caplog.records)
     assert line.endswith(
@@ -585,8 +517,7 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
     )
     caplog.clear()
     watched = lengths(128, is_given=True)
-    for _ in range(10):
-        run_step(watched, 4000, 4192)
+    run_steps(watched, 10, 4000, 4192)
     (line,) = (each.message for each in caplog.records)
     assert '4192 at the most, not 128 ("sequence_length": 128): 1 is predicted to be ' in line
     assert line.endswith('times as fast as 2; set "sequence_length": 4192 and restart from a checkpoint to have it')

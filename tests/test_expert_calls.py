@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
-from collections.abc import Iterator
+import weakref
+from functools import lru_cache
 
 import pytest
 import torch
@@ -13,11 +15,10 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from ds_fsmoe.components.expert_compute.expert_call import sizes_of_call
-from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous
-from ds_fsmoe.components.expert_compute.shards import shard_expert
+from ds_fsmoe.components.expert_compute.expert_call import ExpertCall, sizes_of_call
+from ds_fsmoe.components.expert_compute.gradient_sums import GradientSums, make_contiguous
+from ds_fsmoe.components.expert_compute.saved import SavedTensors
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
-from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
 from tests.covering import covering
 from tests.expert_cases import (
     EVERY,
@@ -25,6 +26,7 @@ from tests.expert_cases import (
     GRAPH,
     WRITTEN,
     C,
+    H,
     M,
     assert_as_autograd,
     assert_gradients,
@@ -33,10 +35,10 @@ from tests.expert_cases import (
     by_autograd,
     calls_modules,
     forward,
-    is_written,
     make_experts,
     rows,
 )
+from tests.live_memory import LiveMemory
 from tests.samples import sampled
 
 CUTS = ((13,), (6, 7), (5, 5, 3), (0, 12, 1), (3, 3, 3, 0, 4))
@@ -50,41 +52,44 @@ def side_by_side(name: str, *args, **kwargs) -> list[nn.Module]:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was computed for a written-out expert alone."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was computed for a written-out expert alone; several have a dimension more."""
     seen: list[str] = []
     for name in ("forward", "backward"):
-        monkeypatch.setattr(WrittenCall, name, noting(seen, name, getattr(WrittenCall, name)))
+        method = getattr(WrittenCall, name)
+
+        def noted(call: WrittenCall, start: int, stop: int, x: torch.Tensor, *args, name=name, method=method):
+            if x.ndim == 3:
+                seen.append(name)
+            return method(call, start, stop, x, *args)
+
+        monkeypatch.setattr(WrittenCall, name, noted)
     return seen
 
 
-def noting(seen: list[str], name: str, method):
-    def noted(call: WrittenCall, start: int, stop: int, x: torch.Tensor, *args):
-        if x.ndim == 3:  # several experts have a dimension more
-            seen.append(name)
-        return method(call, start, stop, x, *args)
+EVERY_WAY = [*((each, "never") for each in (*WRITTEN, *GRAPH)), *((each, "always") for each in WRITTEN)]
+"""Each kind of expert alone, and those that are written out together."""
 
-    return noted
+
+@lru_cache
+def every_cut() -> list[tuple]:
+    """Each pair of values of kinds, cuts and orders of both phases, of whether the forward is run again, and of what is
+    frozen: nothing, all parameters, or the one at a place."""
+    return covering(EVERY_WAY, CUTS, CUTS, ORDERS, ORDERS, (False, True), ("none", "all", 0, 1, 2, 3, 4))
 
 
 # ---- any cuts
 
 
-@pytest.mark.parametrize(
-    ("name", "together"), [*((each, "never") for each in (*WRITTEN, *GRAPH)), *((each, "always") for each in WRITTEN)]
-)
+@pytest.mark.parametrize(("name", "together"), EVERY_WAY)
 def test_chunks_in_any_cut_and_order_have_the_numbers_of_the_whole(name: str, together: str, alone: list[str]) -> None:
-    """Frozen is none of the parameters, all, or the one at a place."""
-    num_parameters = len(list(make_experts(name, 1)[0].parameters()))
-    frozen = (None, "all", *range(num_parameters))
-    for forward_sizes, backward_sizes, *orders, recompute, left_out in covering(
-        CUTS, CUTS, ORDERS, ORDERS, (False, True), frozen
-    ):
+    ways = [way for of, *way in every_cut() if of == (name, together)]
+    for forward_sizes, backward_sizes, *orders, recompute, frozen in ways:
         experts = side_by_side(name) if together == "always" else make_experts(name)
         # Where each is by itself, the last one keeps all its gradients.
         for expert in experts if together == "always" else experts[:2]:
             for place, parameter in enumerate(expert.parameters()):
-                parameter.requires_grad_(left_out not in ("all", place))
+                parameter.requires_grad_(frozen not in ("all", place))
         layer = ExpertSet(experts, together=together)
         call = layer.call(True, same_chunks=forward_sizes == backward_sizes, recompute=recompute)
         alone.clear()
@@ -92,69 +97,56 @@ def test_chunks_in_any_cut_and_order_have_the_numbers_of_the_whole(name: str, to
         assert together == "never" or not alone
 
 
-@pytest.mark.parametrize("name", ["gpt gelu", "mixtral", "bottleneck"])
-def test_cuts_may_differ_although_none_were_announced_unless_graphs_are_kept(name: str) -> None:
-    experts = make_experts(name)
-    x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
-    _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    call = ExpertSet(experts).call(True, same_chunks=True)
-    forward(call, x_NeCM, [5, 5, 3])
-    if not is_written(ExpertSet(experts)):
-        with pytest.raises(ValueError, match="for other chunks in the backward, pass same_chunks=False"):
-            backward(call, dy_NeCM, [2, 8, 3])
-        return
-    torch.testing.assert_close(backward(call, dy_NeCM, [2, 8, 3]), dx_NeCM, rtol=0, atol=1e-12)
-    assert_gradients(call.gradients(), gradients, atol=1e-12)
-
-
 @EVERY
-def test_a_capacity_of_zero_gives_zero_gradients(name: str) -> None:
-    empty = rows(2, 3, 0, M)
-    for together in ("never", "always") if name in WRITTEN else ("never",):
-        experts = side_by_side(name) if together == "always" else make_experts(name)
-        _, _, expected = by_autograd(experts, empty, empty)
-        for order in ORDERS[:2]:
-            call = ExpertSet(experts, together=together).call(True)
-            assert forward(call, empty, [0, 0]).shape == (2, 3, 0, M)
-            assert backward(call, empty, [0, 0, 0], order).shape == (2, 3, 0, M)
-            found = call.gradients()
-            assert_gradients(found, expected, atol=0)
-            assert all(each is None or (each == 0).all() for each in found)
-
-
-@EVERY
-def test_calls_in_flight_keep_their_own_and_may_be_walked_back_again(name: str) -> None:
+def test_calls_in_flight_keep_their_own_and_may_be_walked_back_again_and_nobody_else_has_their_results(
+    name: str,
+) -> None:
     experts = make_experts(name)
     inputs = [(rows(2, 3, C, M, seed=seed), rows(2, 3, C, M, seed=seed + 10)) for seed in (1, 2)]
     layer = ExpertSet(experts)
     calls = [layer.call(True) for _ in inputs]
     for call, (x_NeCM, _) in zip(calls, inputs, strict=True):
-        forward(call, x_NeCM, [6, 7])
-    for factor in (1, -2):
-        for call, (x_NeCM, dy_NeCM) in zip(calls, inputs, strict=True):
-            _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM * factor)
-            torch.testing.assert_close(backward(call, dy_NeCM * factor, [6, 7]), dx_NeCM, rtol=0, atol=1e-12)
-            assert_gradients(call.gradients(), gradients, atol=1e-12)
-
-
-@EVERY
-def test_results_are_memory_of_their_own(name: str) -> None:
-    for count in (1, 3):
-        experts = make_experts(name, count)
-        x_NeCM, dy_NeCM = rows(2, count, C, M), rows(2, count, C, M, seed=2)
-        _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        call = ExpertSet(experts).call(True)
         for start, stop in bounds([6, 7]):
             y_chunk = call.forward(start, stop, x_NeCM[:, :, start:stop])
             assert y_chunk.is_contiguous()
             assert not y_chunk.requires_grad
             y_chunk.fill_(torch.nan)
-        for start, stop in bounds([6, 7]):
-            dx_chunk = call.backward(start, stop, dy_NeCM[:, :, start:stop])
-            torch.testing.assert_close(dx_chunk, dx_NeCM[:, :, start:stop], rtol=0, atol=1e-12)
-            assert dx_chunk.is_contiguous()
-            dx_chunk.fill_(torch.nan)
-        assert_gradients(call.gradients(), gradients, atol=1e-12)
+    for factor in (1, -2):
+        for call, (x_NeCM, dy_NeCM) in zip(calls, inputs, strict=True):
+            _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM * factor)
+            for start, stop in bounds([6, 7]):
+                dx_chunk = call.backward(start, stop, dy_NeCM[:, :, start:stop] * factor)
+                torch.testing.assert_close(dx_chunk, dx_NeCM[:, :, start:stop], rtol=0, atol=1e-12)
+                assert dx_chunk.is_contiguous()
+                dx_chunk.fill_(torch.nan)
+            assert_gradients(call.gradients(), gradients, atol=1e-12)
+
+
+@pytest.mark.parametrize("together", ["never", "always"])
+def test_a_capacity_of_zero_gives_zero_gradients(together: str) -> None:
+    empty = rows(2, 3, 0, M)
+    for name in (*WRITTEN, *GRAPH) if together == "never" else WRITTEN:
+        experts = side_by_side(name) if together == "always" else make_experts(name)
+        _, _, expected = by_autograd(experts, empty, empty)
+        call = ExpertSet(experts, together=together).call(True)
+        assert forward(call, empty, [0, 0]).shape == (2, 3, 0, M)
+        assert backward(call, empty, [0, 0, 0], ORDERS[1]).shape == (2, 3, 0, M)
+        assert_gradients(call.gradients(), expected, atol=0)
+        assert all(each is None or (each == 0).all() for each in call.gradients())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tensors_and_weights_that_somebody_has_moved_are_used_where_they_are(recompute: bool, alone: list[str]) -> None:
+    experts = side_by_side("mixtral")
+    x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
+    _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
+    call = ExpertSet(experts, together="always").call(True, recompute=recompute)
+    forward(call, x_NeCM, [6, 7])
+    call.restore([None if each is None else each.clone() for each in call.release()])
+    experts[1].w2.weight.data = experts[1].w2.weight.data.clone()
+    torch.testing.assert_close(backward(call, dy_NeCM, [6, 3, 4]), dx_NeCM, rtol=0, atol=1e-12)
+    assert_gradients(call.gradients(), gradients, atol=1e-12)
+    assert not alone
 
 
 def test_gradients_that_autograd_hands_out_twice_are_summed_apart() -> None:
@@ -250,8 +242,18 @@ IN_TYPES = [(name, dtype) for name in (*WRITTEN, *GRAPH) for dtype in DTYPES]
 WRITTEN_IN_TYPES = [(name, dtype) for name in WRITTEN for dtype in DTYPES]
 
 
+def assert_bits(call: ExpertCall, x_NeCM: torch.Tensor, dy_NeCM: torch.Tensor, *expected) -> None:
+    y_NeCM, dx_NeCM, gradients = expected
+    assert torch.equal(call.forward(0, x_NeCM.shape[2], x_NeCM), y_NeCM)
+    assert torch.equal(call.backward(0, x_NeCM.shape[2], dy_NeCM), dx_NeCM)
+    for found, other in zip(call.gradients(), gradients, strict=True):
+        assert (found is None and other is None) or torch.equal(found, other)
+
+
 @sampled(("name", "dtype"), IN_TYPES, kept=[3 * at + at % 3 for at in range(len(IN_TYPES) // 3)], ids=str)
-def test_one_chunk_has_the_bits_of_autograd(name: str, dtype: torch.dtype) -> None:
+def test_one_chunk_has_the_bits_of_autograd_and_of_stock(name: str, dtype: torch.dtype) -> None:
+    from deepspeed.moe.experts import Experts
+
     width, hidden = (67, 131) if name != "linear" else (67, 67)
     # Rows from one rank or two, one expert or three, contiguous or a strided view.
     for (num_ranks, count), slots in itertools.product(((1, 1), (1, 3), (2, 1), (2, 3)), (1, 53)):
@@ -264,30 +266,16 @@ def test_one_chunk_has_the_bits_of_autograd(name: str, dtype: torch.dtype) -> No
             # An only expert has contiguous rows in an unchunked layer. Otherwise the very same memory is given to both:
             # the bits of a matrix product on a CPU depend on where its operands lie.
             plain_NeCM = x_NeCM.contiguous() if count == 1 else x_NeCM
-            y_NeCM, dx_NeCM, gradients = by_autograd(experts, plain_NeCM, dy_NeCM)
-            call = ExpertSet(experts).call(True)
-            assert torch.equal(call.forward(0, slots, x_NeCM), y_NeCM)
-            assert torch.equal(call.backward(0, slots, dy_NeCM), dx_NeCM)
-            for found, expected in zip(call.gradients(), gradients, strict=True):
-                assert (found is None and expected is None) or torch.equal(found, expected)
-
-
-@EVERY
-def test_one_chunk_has_the_bits_of_stock_which_keeps_the_dimension_of_experts(name: str) -> None:
-    from deepspeed.moe.experts import Experts
-
-    width, hidden = (67, 131) if name != "linear" else (67, 67)
-    torch.manual_seed(0)
-    stock = Experts({**WRITTEN, **GRAPH}[name](width, hidden), num_local_experts=3)
-    x_NeCM, dy_NeCM = (rows(2, 3, 53, width, seed=seed, dtype=torch.float32) for seed in (1, 2))
+            expected = by_autograd(experts, plain_NeCM, dy_NeCM)
+            assert_bits(ExpertSet(experts).call(True), x_NeCM, dy_NeCM, *expected)
+    # Stock keeps the dimension of experts.
+    stock = Experts(make_experts(name, 1, width, hidden, dtype)[0], num_local_experts=3)
+    x_NeCM, dy_NeCM = rows(2, 3, 53, width, dtype=dtype), rows(2, 3, 53, width, seed=2, dtype=dtype)
     leaf = x_NeCM.clone().requires_grad_()
     y_NeCM = stock(leaf)
     y_NeCM.backward(dy_NeCM)
     call = ExpertSet(list(stock.deepspeed_experts), keep_expert_dim=True).call(True)
-    assert torch.equal(call.forward(0, 53, x_NeCM), y_NeCM)
-    assert torch.equal(call.backward(0, 53, dy_NeCM), leaf.grad)
-    for found, parameter in zip(call.gradients(), stock.parameters(), strict=True):
-        assert (found is None and parameter.grad is None) or torch.equal(found, parameter.grad)
+    assert_bits(call, x_NeCM, dy_NeCM, y_NeCM, leaf.grad, [each.grad for each in stock.parameters()])
 
 
 @sampled(("name", "dtype"), WRITTEN_IN_TYPES, kept=[3 * at + at % 3 for at in range(len(WRITTEN))], ids=str)
@@ -315,29 +303,23 @@ def test_a_module_sees_the_dimensions_it_is_promised() -> None:
             seen.append(x.shape)
             return x * 2
 
-    for keep_expert_dim, shape in ((False, (2, 5, M)), (True, (2, 1, 5, M))):
-        seen.clear()
-        layer = ExpertSet([Looks(), Looks()], keep_expert_dim)
-        for recompute in (False, True):
-            call = layer.call(True, recompute=recompute)
-            y_NeCM = call.forward(0, 5, x_NeCM := rows(2, 2, 5, M))
-            assert torch.equal(y_NeCM, x_NeCM * 2)
-            assert torch.equal(call.backward(0, 5, x_NeCM), x_NeCM * 2)
-        assert seen == [shape] * (2 + 4)
+    for keep_expert_dim, recompute in itertools.product((False, True), repeat=2):
+        call = ExpertSet([Looks(), Looks()], keep_expert_dim).call(True, recompute=recompute)
+        assert torch.equal(call.backward(0, 5, call.forward(0, 5, rows(2, 2, 5, M))), 4 * rows(2, 2, 5, M))
+    assert seen == [(2, 5, M)] * (2 + 4) + [(2, 1, 5, M)] * (2 + 4)
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", ["gpt relu", "gpt gelu", "mixtral", "bottleneck", "three layers"])
-def test_bf16_gradients_of_many_chunks_err_at_most_twice_as_much_as_those_of_one(name: str, count: int) -> None:
+def test_bf16_gradients_of_many_chunks_err_at_most_twice_as_much_as_those_of_one(name: str) -> None:
     slots, dtype = 16 * 16, torch.bfloat16
-    exact_experts = make_experts(name, count, 67, 131, torch.float32)
+    exact_experts = make_experts(name, 2, 67, 131, torch.float32)
     for parameter in (each for expert in exact_experts for each in expert.parameters()):
         parameter.data = parameter.data.to(dtype).float()
     experts = [copy.deepcopy(expert).to(dtype) for expert in exact_experts]
-    x_NeCM, dy_NeCM = (rows(2, count, slots, 67, seed=seed, dtype=dtype) for seed in (1, 2))
+    x_NeCM, dy_NeCM = (rows(2, 2, slots, 67, seed=seed, dtype=dtype) for seed in (1, 2))
     exact = by_autograd(exact_experts, x_NeCM.float(), dy_NeCM.float())
     plain = by_autograd(experts, x_NeCM, dy_NeCM)
-    for num_chunks in (2, 3, 5, 16):
+    for num_chunks in (2, 5, 16):
         sizes = [slots // num_chunks] * (num_chunks - 1)
         sizes.append(slots - sum(sizes))
         call = ExpertSet(experts).call(True)
@@ -352,8 +334,7 @@ def test_bf16_gradients_of_many_chunks_err_at_most_twice_as_much_as_those_of_one
 @pytest.mark.parametrize("kind", ["gpt relu", "mixtral"])
 def test_many_chunks_in_half_precision_err_no_more_than_one_by_one(kind: str) -> None:
     experts = side_by_side(kind, 3, 32, 64, torch.bfloat16)
-    x_NeCM, dy_NeCM = rows(1, 3, 352, 32), rows(1, 3, 352, 32, seed=2)
-    x_NeCM, dy_NeCM = x_NeCM.bfloat16(), dy_NeCM.bfloat16()
+    x_NeCM, dy_NeCM = rows(1, 3, 352, 32).bfloat16(), rows(1, 3, 352, 32, seed=2).bfloat16()
     exact = by_autograd([copy.deepcopy(each).double() for each in experts], x_NeCM.double(), dy_NeCM.double())[2]
     errors = []
     for together in ("never", "auto"):
@@ -369,75 +350,6 @@ def test_many_chunks_in_half_precision_err_no_more_than_one_by_one(kind: str) ->
 # ---- whose turn it is to be computed together
 
 
-def computed_alone(alone: list[str], experts: list[nn.Module], slots: int, num_ranks: int = 1) -> int:
-    """How many calls of experts alone a forward makes by itself."""
-    weight = next(experts[0].parameters())
-    width = experts[0].w1.in_features if isinstance(experts[0], MixtralFeedForward) else experts[0].fc1.in_features
-    alone.clear()
-    ExpertSet(experts).call(True).forward(0, slots, rows(num_ranks, len(experts), slots, width, dtype=weight.dtype))
-    return len(alone)
-
-
-def test_the_rule_goes_by_rows_sizes_and_places(alone: list[str]) -> None:
-    fitting = side_by_side("gpt gelu", 3, 32, 64, torch.float32)
-    assert computed_alone(alone, fitting, slots=32) == 0
-    assert computed_alone(alone, fitting, slots=16, num_ranks=2) == 0
-    assert computed_alone(alone, fitting, slots=33) == 3
-    assert computed_alone(alone, fitting, slots=17, num_ranks=2) == 3
-    assert computed_alone(alone, side_by_side("gpt gelu", 3, 33, 64, torch.float32), slots=5) == 3
-    assert computed_alone(alone, side_by_side("mixtral", 3, 32, 65, torch.float32), slots=5) == 3
-    assert computed_alone(alone, make_experts("gpt gelu", 3, 32, 64, torch.float32), slots=5) == 3
-    assert computed_alone(alone, fitting[:1], slots=5) == 1
-    fitting[1].fc2.bias.requires_grad_(False)  # of another structure now, and between the two others
-    assert computed_alone(alone, fitting, slots=5) == 3
-    fitting[1].fc2.bias.requires_grad_(True)
-    for expert in fitting:
-        expert.fc2.weight.requires_grad_(False)
-    assert computed_alone(alone, fitting, slots=5) == 3
-
-
-def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = side_by_side("gpt relu", 5, 32, 32768, torch.float32)  # 4 MiB each
-    numbers: list[int] = []
-    monkeypatch.setattr(WrittenCall, "backward", noting_number(numbers, WrittenCall.backward))
-    x_NeCM, dy_NeCM = rows(2, 5, 3, 32, dtype=torch.float32), rows(2, 5, 3, 32, seed=2, dtype=torch.float32)
-    found = []
-    for together, expected in (("never", []), ("auto", [2, 2]), ("always", [5])):
-        numbers.clear()
-        call = ExpertSet(experts, together=together).call(True)
-        found.append([forward(call, x_NeCM, [3]), backward(call, dy_NeCM, [3]), *call.gradients()])
-        assert numbers == expected
-        assert all(torch.equal(*pair) for pair in zip(found[0], found[-1], strict=True))
-
-
-def noting_number(numbers: list[int], method):
-    def noted(call: WrittenCall, start: int, stop: int, dy: torch.Tensor, *args):
-        if dy.ndim == 4:
-            numbers.append(len(dy))
-        return method(call, start, stop, dy, *args)
-
-    return noted
-
-
-def test_under_autocast_experts_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WrittenCall, "forward", lambda *args: pytest.fail("together"))
-    experts = side_by_side("gpt gelu", 3, 32, 64, torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        x_NeCM = rows(1, 3, 5, 32, dtype=torch.float32)
-        y_NeCM = ExpertSet(experts, together="always").call(True).forward(0, 5, x_NeCM)
-        assert torch.equal(y_NeCM, torch.stack([expert(x_NeCM[:, i]) for i, expert in enumerate(experts)], dim=1))
-
-
-def test_a_hook_on_one_expert_runs_and_its_neighbours_stay_together(alone: list[str]) -> None:
-    experts = side_by_side("gpt silu", 5)
-    seen: list[str] = []
-    experts[2].fc1.register_forward_hook(lambda module, args, y: seen.append("hook") or 2 * y)
-    call = ExpertSet(experts, together="always").call(True)
-    assert_as_autograd(call, experts)
-    assert seen == ["hook"] * 3  # two chunks, and once in what they are compared with
-    assert not alone
-
-
 def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str]) -> None:
     relu, gelu = side_by_side("gpt relu", 2), side_by_side("gpt gelu", 2)
     experts = [*relu, *gelu, *make_experts("mixtral", 1), *make_experts("bottleneck", 1), *side_by_side("mixtral", 2)]
@@ -445,47 +357,120 @@ def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str])
     assert alone == ["forward", "forward", "backward", "backward"]
 
 
-@pytest.mark.parametrize("name", ["gpt gelu", "gpt relu without bias", "mixtral", "sequential silu"])
-def test_shards_together_sum_to_the_experts(name: str, alone: list[str]) -> None:
-    experts = make_experts(name, hidden=12)
-    x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
-    y_NeCM, dx_NeCM, _ = by_autograd(experts, x_NeCM, dy_NeCM)
-    for index in range(3):
-        shards = [shard_expert(expert, index, 3)[0] for expert in experts]
-        assert make_contiguous(shards)
-        _, _, gradients = by_autograd(shards, x_NeCM, dy_NeCM)
-        call = ExpertSet(shards, together="always").call(True)
-        y_NeCM = y_NeCM - forward(call, x_NeCM, [6, 7])
-        dx_NeCM = dx_NeCM - backward(call, dy_NeCM, [3, 3, 7])
-        assert_gradients(call.gradients(), gradients, atol=1e-12)
-    assert max(float(y_NeCM.abs().max()), float(dx_NeCM.abs().max())) < 1e-12
-    assert not alone
+# ---- what a call keeps
 
 
-def test_kept_tensors_that_somebody_has_moved_are_used_where_they_are(alone: list[str]) -> None:
-    experts = side_by_side("mixtral")
-    x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
-    _, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-    for recompute in (False, True):
-        call = ExpertSet(experts, together="always").call(True, recompute=recompute)
+def tensors_within(thing: object) -> dict[int, torch.Tensor]:
+    """Storage -> a tensor on it, for all that an object holds, parameters and what they hold left out."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+
+    def visit(each: object) -> None:
+        if id(each) in seen or isinstance(each, (nn.Module, nn.Parameter, str, int, torch.device, torch.dtype)):
+            return
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            found[each.untyped_storage().data_ptr()] = each
+        elif type(each).__module__.startswith("ds_fsmoe"):
+            visit(vars(each))
+        elif isinstance(each, (dict, list, tuple, set)):
+            for one in each.values() if isinstance(each, dict) else each:
+                visit(one)
+
+    visit(thing)
+    return found
+
+
+@EVERY_WRITTEN
+def test_no_more_is_kept_than_autograd_keeps(name: str) -> None:
+    for (num_ranks, count), frozen in itertools.product(((1, 3), (2, 1), (2, 3)), ("none", "up", "down", "all")):
+        experts = make_experts(name, count)
+        for linear in (module for expert in experts for module in expert.modules() if isinstance(module, nn.Linear)):
+            is_up = linear.out_features == H
+            linear.requires_grad_(not (frozen == "all" or frozen == ("up" if is_up else "down")))
+        kept: dict[int, int] = {}
+        parameters = {each.untyped_storage().data_ptr() for expert in experts for each in expert.parameters()}
+        leaf_NeCM = rows(num_ranks, count, C, M).requires_grad_()
+
+        def note(tensor: torch.Tensor, kept=kept) -> torch.Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            results = [expert(leaf_NeCM[:, i]) for i, expert in enumerate(experts)]
+        theirs = sum(nbytes for storage, nbytes in kept.items() if storage not in parameters)
+        assert len(results) == count
+        for sizes in ([13], [5, 5, 3]):
+            call = ExpertSet(experts).call(True)
+            forward(call, x_NeCM := rows(num_ranks, count, C, M), sizes)
+            ours = sum(each.untyped_storage().nbytes() for each in tensors_within(call).values())
+            assert 0 < ours <= theirs
+            hidden = num_ranks * count * C * H * 8 * (2 if name == "mixtral" else 1)
+            assert ours == hidden + (x_NeCM.nbytes if frozen in ("none", "down") else 0)
+
+
+def test_without_a_backward_nothing_is_kept() -> None:
+    calls, watched = [], []
+    for name in (*WRITTEN, *GRAPH):
+        call = ExpertSet(make_experts(name)).call(False)
+        x_NeCM = rows(2, 3, C, M)
         forward(call, x_NeCM, [6, 7])
-        call.restore([None if each is None else each.clone() for each in call.release()])
-        torch.testing.assert_close(backward(call, dy_NeCM, [6, 3, 4]), dx_NeCM, rtol=0, atol=1e-12)
-        assert_gradients(call.gradients(), gradients, atol=1e-12)
-    assert not alone
+        watched.append(weakref.ref(x_NeCM))
+        del x_NeCM
+        assert tensors_within(call) == {}, name
+        with pytest.raises(RuntimeError, match="needs_backward=False"):
+            call.backward(0, 6, rows(2, 3, 6, M))
+        calls.append(call)
+    gc.collect()
+    assert [each() for each in watched] == [None] * len(calls)
 
 
-def test_a_weight_that_is_moved_before_the_backward_is_found_where_it_is(alone: list[str]) -> None:
-    experts = side_by_side("gpt gelu")
-    call = ExpertSet(experts, together="always").call(True)
-    y_NeCM = forward(call, x_NeCM := rows(2, 3, C, M), [13])
-    assert not alone
-    experts[1].fc2.weight.data = experts[1].fc2.weight.data.clone()
-    expected, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM := rows(2, 3, C, M, seed=2))
-    torch.testing.assert_close(y_NeCM, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(backward(call, dy_NeCM, [13]), dx_NeCM, rtol=0, atol=1e-12)
-    assert_gradients(call.gradients(), gradients, atol=1e-12)
-    assert not alone
+@EVERY
+def test_recompute_keeps_the_rows_alone(name: str) -> None:
+    experts = ExpertSet(make_experts(name))
+    call = experts.call(True, recompute=True)
+    x_NeCM = rows(2, 3, C, M)
+    forward(call, x_NeCM, [6, 7])
+    # States of random-number generators apart: they are bytes, rows are not.
+    kept = [each for each in tensors_within(call).values() if each.dtype is not torch.uint8]
+    memory = {each.untyped_storage().data_ptr() for each in kept}
+    assert memory - {each.untyped_storage().data_ptr() for each in experts.parameters} == {
+        x_NeCM.untyped_storage().data_ptr()
+    }
+
+
+@pytest.mark.parametrize("order", [None, torch.tensor([4, 0, 1, 3, 2])], ids=["same chunks", "other chunks"])
+def test_what_was_kept_goes_when_the_last_chunk_that_needs_it_has_read_it(order: torch.Tensor | None) -> None:
+    saved, left = SavedTensors(order), []
+    cuts = (0, 3), (3, 5)
+    with LiveMemory() as memory:
+        for start, stop in cuts:
+            saved.put(start, stop, (torch.ones(stop - start, M), None))
+        saved.restore(iter(saved.release()))
+        for start, stop in cuts:
+            left.append(memory.live)
+            saved.take(start, stop)
+        left.append(memory.live)
+    # Chunks of other rows need those of all.
+    whole, second = 5 * M * 4, 2 * M * 4
+    assert left == [whole, second if order is None else whole, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_that_autograd_has_given_is_never_added_to_in_place(dtype: torch.dtype) -> None:
+    """It may have given the same tensor to somebody else."""
+    parameters = [nn.Parameter(torch.zeros(5, 7, dtype=dtype)) for _ in range(3)]
+    given, own = rows(3, 5, 7, dtype=dtype), rows(3, 5, 7, seed=2, dtype=dtype)
+    before = given.clone()
+    for together, to_all in itertools.product((True, False), repeat=2):
+        sums = GradientSums(parameters)
+        for pair in [(parameters, given)] if together else zip(parameters, given, strict=True):
+            sums.add(*pair)
+        sums.add(*((parameters, own) if to_all else (parameters[1], own[1])))
+        found = sums.take()
+        for index in range(3) if to_all else (1,):
+            torch.testing.assert_close(found[index], before[index] + own[index])
+        assert torch.equal(given, before)
 
 
 # ---- misuse
@@ -509,22 +494,15 @@ def test_wrong_shapes_and_slots_are_refused() -> None:
         call.backward(2, 5, rows(2, 3, 3, M))
     with pytest.raises(RuntimeError, match="5 slots went through the forward and 3 through the backward"):
         call.gradients()
+    call = ExpertSet(make_experts("bottleneck")).call(True, same_chunks=True)
+    forward(call, rows(2, 3, C, M), [5, 5, 3])
+    with pytest.raises(ValueError, match="for other chunks in the backward, pass same_chunks=False"):
+        backward(call, rows(2, 3, C, M), [2, 8, 3])
 
 
-@pytest.mark.parametrize("keep_expert_dim", [False, True])
-def test_an_expert_that_changes_the_number_of_rows_is_named(keep_expert_dim: bool) -> None:
-    class Shortens(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x[..., 1:, :]
-
-    call = ExpertSet([Shortens()], keep_expert_dim).call(True)
-    with pytest.raises(ValueError, match="expert Shortens returned"):
-        call.forward(0, 5, rows(2, 1, 5, M))
-
-
-@EVERY_WRITTEN
-def test_a_weight_changed_before_the_backward_is_refused_as_autograd_does(name: str) -> None:
-    for together in ("never", "always"):
+@pytest.mark.parametrize("together", ["never", "always"])
+def test_a_weight_changed_before_the_backward_is_refused_as_autograd_does(together: str) -> None:
+    for name in WRITTEN:
         experts = side_by_side(name)
         call = ExpertSet(experts, together=together).call(True)
         forward(call, rows(2, 3, C, M), [13])

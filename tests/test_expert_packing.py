@@ -6,20 +6,24 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
-from ds_fsmoe.config.reading import read_block
-from ds_fsmoe.engine.shard_experts import packed_ep_size, type_of_run
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.distributed.topology import layout
+from ds_fsmoe.engine import shard_experts
+from ds_fsmoe.engine.shard_experts import packed_ep_size
 from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
@@ -28,6 +32,7 @@ from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of
 
+LINA = {"policy": "lina"}
 SIZES = ExpertSizes(8, 16, 24, True, torch.float32)
 
 
@@ -42,24 +47,30 @@ def pretending(alltoall_ms: dict[int, float], experts_ms: dict[int, float], work
 
     def times_ms(self: Any, what: str, sizes: Sequence[int], prepare: Any, group: Any = None) -> list[float]:
         timed.append(what)
-        if works:
-            for size in sizes:
-                prepare(size)()
+        for size in sizes if works else ():
+            prepare(size)()
         of_what = alltoall_ms if what.startswith("an all-to-all") else experts_ms
         # A line through the origin, so that a micro-op of the largest size takes as long as asked for.
         ranks = int(re.findall(r"\d+", what)[0])
         return [of_what[ranks] * size / sizes[-1] for size in sizes]
 
-    own = Stopwatch.times_ms
-    Stopwatch.times_ms = times_ms  # type: ignore[method-assign]
-    try:
+    with patch.object(Stopwatch, "times_ms", times_ms):
         yield timed
-    finally:
-        Stopwatch.times_ms = own  # type: ignore[method-assign]
+
+
+def trained(engine: Any, rank: int, world_size: int, steps: int = 3) -> list[float]:
+    losses = []
+    for step in range(steps):
+        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
 def packed(rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    """An engine that packs, ranks having measured otherwise; its layout, its training, and what it says."""
+    """An engine that packs, ranks having measured otherwise: its layout, what it says, and its training beside that of
+    one by hand."""
     from deepspeed.utils import groups as stock_groups
 
     said = Said(logging.INFO)
@@ -69,48 +80,30 @@ def packed(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     if rank:
         alltoall_ms = dict.fromkeys(alltoall_ms, 0.5)
     with pretending(alltoall_ms, experts_ms) as timed:
-        engine = engine_of(model_of("olmoe"), ds_config(stage, placement={"policy": "lina"}))
-    losses = []
-    for step in range(3):
-        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        engine = engine_of(model_of("olmoe"), ds_config(stage, placement=LINA))
     layers = engine.fsmoe.inner_layers.values()
     found = {
-        "ep": {each.ep_size for each in layers},
-        "local": {each.num_local_experts for each in layers},
+        "layout": {(each.ep_size, each.num_local_experts) for each in layers},
         "timed": timed,
         "said": [each for each in said.lines if each.startswith("expert packing")],
-        "losses": losses,
+        "losses": trained(engine, rank, world_size),
         "groups": sorted(stock_groups._get_expert_parallel_group_dict()),
     }
+    engine.destroy()
+    engine = engine_of(model_of("olmoe"), ds_config(stage, ep_size=2))
+    found["by hand"] = trained(engine, rank, world_size)
     engine.destroy()
     return found
 
 
-def by_hand(rank: int, world_size: int, stage: int) -> list[float]:
-    engine = engine_of(model_of("olmoe"), ds_config(stage, ep_size=2))
-    losses = []
-    for step in range(3):
-        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    engine.destroy()
-    return losses
-
-
 def test_the_first_rank_decides_and_training_is_that_of_this_ep_size(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(packed, 4, tmp_path / "packed", 1)
-    wanted = run_on_ranks(by_hand, 4, tmp_path / "by hand", 1)
-    for found, losses in zip(of_ranks, wanted, strict=True):
-        assert found["ep"] == {2}
-        assert found["local"] == {NUM_EXPERTS // 2}
+    of_ranks = run_on_ranks(packed, 4, tmp_path, 1)
+    for found in of_ranks:
+        assert found["layout"] == {(2, NUM_EXPERTS // 2)}
         assert found["timed"] == [
             *("experts of 4 ranks", "an all-to-all of 4 ranks", "experts of 2 ranks", "an all-to-all of 2 ranks")
         ]
-        assert found["losses"] == losses
+        assert found["losses"] == found["by hand"]
         # What was measured among other ranks leaves DeepSpeed no groups.
         assert found["groups"] == ["ep_size_2"]
     (said,) = of_ranks[0]["said"]
@@ -119,146 +112,74 @@ def test_the_first_rank_decides_and_training_is_that_of_this_ep_size(tmp_path: P
         "expert packing (lina): ep_size = 2, 2 experts of a layer on each rank; "
         'write "ep_size": 2 to keep it in later runs'
     )
-    # Two layers, whose micro-ops are added up; the second row is as long as the all-to-all, and ends it.
-    assert [line.split() for line in table[1:]] == [["1", "4", *shown(2, 4)], ["2", "2", *shown(2, 1)]]
+    # Two layers, whose micro-ops of 30 MB are added up, olmoe's rows being of 32 elements of fp32; on CPUs a megabyte
+    # is timed. The second row is as long as the all-to-all, and ends it.
+    times = (2 * 30_000_000 // 128) / ((1 << 20) // 128)
+    wanted = [["1", "4", 2, 4], ["2", "2", 2, 1]]
+    shown = [[*line, f"{experts * times:.3f}", f"{alltoall * times:.3f}"] for *line, experts, alltoall in wanted]
+    assert [line.split() for line in table[1:]] == shown
 
 
-def shown(experts_ms: float, alltoall_ms: float) -> list[str]:
-    """What the table says: of both layers, as a micro-op of 30 MB would take."""
-    # olmoe's rows here are of 32 elements of fp32; on CPUs a megabyte is timed.
-    rows, timed = 30_000_000 // 128, (1 << 20) // 128
-    return [f"{2 * each * rows / timed:.3f}" for each in (experts_ms, alltoall_ms)]
-
-
-def made_and_converted(rank: int, world_size: int) -> dict[str, Any]:
-    """A model that is made with its own experts only, and then gets its engine."""
+def made_and_converted(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A model in fp32 that trains in bf16 and is made with its own experts only, spread or all, and one made before."""
     from transformers import AutoModelForCausalLM
 
     import ds_fsmoe
     from tests.hf_families import config_of
 
-    config = ds_config(1, placement={"policy": "lina"})
-    torch.manual_seed(3)
-    with pretending({4: 4.0, 2: 1.0}, {4: 2.0, 2: 2.0, 1: 2.0}) as timed:
-        with ds_fsmoe.own_experts(config):
-            model = AutoModelForCausalLM.from_config(config_of("olmoe"))
-        count = len(timed)
-        engine = engine_of(model, config)
-    loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
-    engine.backward(loss)
-    engine.step()
-    found = {
-        "ep": {each.ep_size for each in engine.fsmoe.inner_layers.values()},
-        "first": count,
-        "all": len(timed),
-        "loss": loss.item(),
-    }
-    engine.destroy()
-    return found
-
-
-@pytest.mark.long
-def test_what_was_chosen_when_a_model_was_made_is_not_chosen_again(tmp_path: Path) -> None:
-    for found in run_on_ranks(made_and_converted, 4, tmp_path):
-        assert found["ep"] == {2}
-        assert found["first"] == found["all"] == 4
-        assert found["loss"] > 0
-
-
-@contextmanager
-def told() -> Iterator[list[ExpertSizes]]:
-    """Yields:
-    The kinds of experts that are timed.
-    """
-    from ds_fsmoe.engine import shard_experts as packed_experts
-
-    own, kinds = packed_experts.pack_by_times, []
+    config = ds_config(1, placement=LINA) | {"bf16": {"enabled": True}}
+    kinds: list[ExpertSizes] = []
 
     def noting(watch: Any, layers: Any, *args: Any) -> Any:
         kinds.extend(layers)
-        return own(watch, layers, *args)
+        return pack_by_times(watch, layers, *args)
 
-    packed_experts.pack_by_times = noting
-    try:
-        yield kinds
-    finally:
-        packed_experts.pack_by_times = own
-
-
-def whole_on_each_rank(rank: int, world_size: int) -> dict[str, Any]:
-    """A model in fp32 that trains in bf16, made with its own experts only, which are all, and one made before."""
-    from transformers import AutoModelForCausalLM
-
-    import ds_fsmoe
-    from tests.hf_families import config_of
-
-    config = ds_config(1, placement={"policy": "lina"}) | {"bf16": {"enabled": True}}
-    found: dict[str, Any] = {}
-    with pretending({2: 4.0}, {2: 1.0, 1: 1.0}) as timed, told() as kinds:
-        with ds_fsmoe.own_experts(config):
-            model = AutoModelForCausalLM.from_config(config_of("olmoe"))
-        found["first"] = len(timed)
-        engine = engine_of(model, config)
-        found["then"] = len(timed)
-        found["ep"] = [each.ep_size for each in engine.fsmoe.inner_layers.values()]
+    found = []
+    for alltoall_ms, is_made_before in ((0.5, False), (4.0, False), (4.0, True)):
+        kinds.clear()
+        with (
+            pretending({2: alltoall_ms}, {2: 1.0, 1: 1.0}) as timed,
+            patch.object(shard_experts, "pack_by_times", noting),
+        ):
+            with nullcontext() if is_made_before else ds_fsmoe.own_experts(config):
+                model = AutoModelForCausalLM.from_config(config_of("olmoe"))
+            made_in = {each.dtype for each in model.parameters()}
+            first = len(timed)
+            engine = engine_of(model, config)
+        ep = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
+        losses = trained(engine, rank, world_size, steps=1)
         engine.destroy()
-        model = model_of("olmoe")
-        found["made in"] = {each.dtype for each in model.parameters()}
-        engine_of(model, config).destroy()
-        found["all"] = len(timed)
-    found["kinds"] = [(each.dtype, each.is_grouped) for each in kinds]
+        of_kinds = [(each.dtype, each.is_grouped) for each in kinds]
+        found.append({"ep": ep, "timed": (first, len(timed)), "kinds": of_kinds, "made in": made_in, "losses": losses})
     return found
 
 
 @pytest.mark.long
-def test_experts_are_timed_once_and_in_the_type_in_which_they_train(tmp_path: Path) -> None:
-    for found in run_on_ranks(whole_on_each_rank, 2, tmp_path):
-        assert found["ep"] == [1, 1]
-        assert (found["first"], found["then"], found["all"]) == (3, 3, 6)
-        assert found["made in"] == {torch.float32}
-        assert found["kinds"] == [(torch.bfloat16, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({}, None),
-        ({"bf16": {"enabled": True}}, torch.bfloat16),
-        ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, torch.float16),
-        ({"bf16": {"enabled": "auto"}}, None),
-        ({"torch_autocast": {"enabled": True, "dtype": "torch.float16"}}, torch.float16),
-        ({"torch_autocast": {"enabled": True}}, torch.bfloat16),
-        ({"torch_autocast": {"enabled": False, "dtype": "float16"}}, None),
-    ],
-)
-def test_the_type_of_a_run_is_that_of_its_config(config: dict[str, Any], expected: torch.dtype | None) -> None:
-    assert type_of_run(config, "cpu") == expected
+def test_experts_are_timed_once_when_a_model_is_made_and_in_the_type_in_which_they_train(tmp_path: Path) -> None:
+    for found in run_on_ranks(made_and_converted, 2, tmp_path):
+        assert [each["ep"] for each in found] == [{2}, {1}, {1}]
+        assert [each["timed"] for each in found] == [(2, 2), (3, 3), (0, 3)]
+        for each in found:
+            assert each["kinds"] == [(torch.bfloat16, True)]
+            assert each["made in"] == {torch.float32}
+            assert each["losses"][0] > 0
 
 
 @pytest.mark.parametrize("has_gate", [True, False])
 @pytest.mark.parametrize("sharing", [1, 2])
 def test_experts_are_timed_by_the_products_with_which_they_train(has_gate: bool, sharing: int) -> None:
-    cpu = torch.device("cpu")
-    for is_grouped in (True, False):
+    rows, hidden = 7 * sharing, 24 // sharing
+    inside = hidden * (1 + has_gate)
+    # Grouped, or three experts on each of two ranks, of two or three rows.
+    shares = [rows * (at + 1) // 3 - rows * at // 3 for at in range(3)]
+    one_by_one = [("mm", (share, width)) for width in (inside, 16) for share in shares]
+    grouped = [("_grouped_mm", (rows, width)) for width in (inside, 16)]
+    for is_grouped, expected in ((True, grouped), (False, one_by_one)):
         kind = replace(SIZES, num_experts=6, has_gate=has_gate, is_grouped=is_grouped)
-        run = packing_times._experts(kind, 2, sharing, cpu)(7)
+        run = packing_times._experts(kind, 2, sharing, torch.device("cpu"))(7)
         with Products() as products:
             run()
-        rows, hidden = 7 * sharing, 24 // sharing
-        inside = hidden * (1 + has_gate)
-        if is_grouped:
-            assert [each[0] for each in products.found] == ["_grouped_mm"] * 2
-            assert [each[1] for each in products.found] == [(rows, inside), (rows, 16)]
-        else:
-            # Three experts on each of two ranks, of two or three rows.
-            assert [each[0] for each in products.found] == ["mm"] * 6
-            expected = [(len(each), n) for n in (inside, 16) for each in part(range(rows), 3)]
-            assert [each[1] for each in products.found] == expected
-
-
-def part(values: Sequence[int], count: int) -> list[Sequence[int]]:
-    """In parts as equal as can be."""
-    return [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
+        assert products.found == expected
 
 
 class Products(TorchDispatchMode):
@@ -278,11 +199,8 @@ class Products(TorchDispatchMode):
 
 def timed_and_chosen(rank: int, world_size: int) -> tuple[list[int], int, list[float]]:
     """The packing by what is really measured here, whatever that is."""
-    from ds_fsmoe.distributed.topology import layout
-
-    found = pack_by_times(
-        Stopwatch(torch.device("cpu")), {SIZES: 2}, {each: layout(world_size, each) for each in (1, 2)}, 1 << 16
-    )
+    layouts = {each: layout(world_size, each) for each in (1, 2)}
+    found = pack_by_times(Stopwatch(torch.device("cpu")), {SIZES: 2}, layouts, 1 << 16)
     times_ms = [each for row in found.rows for each in (row.experts_ms, row.alltoall_ms)]
     return [row.ep_size for row in found.rows], found.ep_size, times_ms
 
@@ -298,32 +216,27 @@ def test_ranks_that_really_measure_choose_alike(tmp_path: Path) -> None:
 def refused(rank: int, world_size: int, folder: str) -> list[str]:
     """What is said where the choice must not follow from a clock, and where a checkpoint is of another."""
     from ds_fsmoe.checkpoint_files.tags import CheckpointError
-    from ds_fsmoe.config.reading import ConfigError
 
-    said = []
-    experts_ms = {2: 1.0, 1: 1.0}
-    with pretending({2: 4.0}, experts_ms, works=False), pytest.raises(ConfigError) as caught:
-        engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}, deterministic=True))
-    said.append(str(caught.value))
+    def choosing(alltoall_ms: float, **options: bool) -> Any:
+        with pretending({2: alltoall_ms}, {2: 1.0, 1: 1.0}, works=False):
+            return engine_of(model_of("olmoe"), ds_config(0, placement=LINA, **options))
+
+    with pytest.raises(ConfigError) as caught:
+        choosing(4.0, deterministic=True)
     engine = engine_of(model_of("olmoe"), ds_config(0, ep_size=2))
-    loss = loss_of(engine, batch(0, world_size)[rank : rank + 1])
-    engine.backward(loss)
-    engine.step()
+    trained(engine, rank, world_size, steps=1)
     engine.save_checkpoint(folder)
     engine.destroy()
-    with pretending({2: 4.0}, experts_ms, works=False):
-        engine = engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}))
+    engine = choosing(4.0)
     with pytest.raises(CheckpointError) as error:
         engine.load_checkpoint(folder)
-    said.append(str(error.value))
     engine.load_checkpoint(folder, load_optimizer_states=False)
     engine.destroy()
-    with pretending({2: 0.5}, experts_ms, works=False):
-        engine = engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}))
+    engine = choosing(0.5)
     engine.load_checkpoint(folder)
-    said.append(str({each.ep_size for each in engine.fsmoe.inner_layers.values()}))
+    found = [str(caught.value), str(error.value), str({each.ep_size for each in engine.fsmoe.inner_layers.values()})]
     engine.destroy()
-    return said
+    return found
 
 
 @pytest.mark.long
@@ -337,27 +250,12 @@ def test_a_choice_that_must_be_the_same_is_to_be_written_down(tmp_path: Path) ->
 
 
 def test_stock_layers_have_the_ep_size_of_the_script() -> None:
-    from deepspeed.moe.layer import MoE
-
-    from ds_fsmoe.config.reading import ConfigError
-
     model = nn.Sequential(MoE(16, nn.Linear(16, 16), num_experts=4))
     with pytest.raises(ConfigError, match=r'placement.policy = "lina" chooses .* and 0 is a deepspeed.moe.layer.MoE'):
-        engine_of(model, ds_config(0, placement={"policy": "lina"}))
+        engine_of(model, ds_config(0, placement=LINA))
 
 
-def test_one_rank_has_nothing_to_choose(tmp_path: Path) -> None:
-    assert run_on_ranks(alone, 1, tmp_path) == [({1}, [])]
-
-
-def test_where_the_largest_number_of_ranks_cannot_be_halved_it_stays() -> None:
-    block = read_block({"fsmoe": {"enabled": True, "placement": {"policy": "lina"}}})
-    assert packed_ep_size(block, [], [1, 3], torch.device("cpu"), False) == 3
-
-
-def alone(rank: int, world_size: int) -> tuple[set[int], list[str]]:
-    with pretending({}, {}) as timed:
-        engine = engine_of(model_of("olmoe"), ds_config(0, placement={"policy": "lina"}))
-    found = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
-    engine.destroy()
-    return found, timed
+@pytest.mark.parametrize(("sizes", "largest"), [([1, 3], 3), ([1], 1)])
+def test_where_the_largest_number_of_ranks_cannot_be_halved_it_stays(sizes: list[int], largest: int) -> None:
+    block = read_block({"fsmoe": {"enabled": True, "placement": LINA}})
+    assert packed_ep_size(block, [], sizes, torch.device("cpu"), False) == largest

@@ -10,42 +10,28 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe.components.expert import ExpertArgs
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from tests.expert_cases import backward, forward, is_written
+from tests.expert_cases import M, backward, forward, is_written, rows, sequential
+from tests.test_expert_plans import NOT_WHAT_THEY_SEEM
 
-M, H = 7, 30
-
-
-def sequential(activation: nn.Module, bias: bool = True) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(M, H, bias=bias), activation, nn.Linear(H, M, bias=bias))
+H = 30  # of 1, 2, 3, 5, 6, ... equal parts
 
 
 EXPERTS: dict[str, Callable[[], nn.Module]] = {
     "gpt relu": lambda: GPTFeedForward(M, H, "relu"),
     "gpt gelu without bias": lambda: GPTFeedForward(M, H, "gelu", bias=False),
-    "gpt silu": lambda: GPTFeedForward(M, H, "silu"),
     "mixtral": lambda: MixtralFeedForward(M, H),
-    "sequential relu": lambda: sequential(nn.ReLU()),
-    "sequential gelu tanh": lambda: sequential(nn.GELU(approximate="tanh")),
-    "sequential silu without bias": lambda: sequential(nn.SiLU(), bias=False),
+    "sequential relu": lambda: sequential(nn.ReLU(), hidden=H),
+    "sequential silu without bias": lambda: sequential(nn.SiLU(), bias=False, hidden=H),
 }
 # Which dimension of a parameter runs over H; None: it is whole in every shard.
 HIDDEN_DIM: dict[str, int | None] = {
-    "fc1.weight": 0,
-    "fc1.bias": 0,
-    "fc2.weight": 1,
-    "fc2.bias": None,
-    "w1.weight": 0,
-    "w3.weight": 0,
-    "w2.weight": 1,
-    "0.weight": 0,
-    "0.bias": 0,
-    "2.weight": 1,
-    "2.bias": None,
+    **dict.fromkeys(("fc1.weight", "fc1.bias", "w1.weight", "w3.weight", "0.weight", "0.bias"), 0),
+    **dict.fromkeys(("fc2.weight", "w2.weight", "2.weight"), 1),
+    **dict.fromkeys(("fc2.bias", "2.bias"), None),
 }
 EVERY = pytest.mark.parametrize("name", EXPERTS)
 COUNTS = (1, 2, 3, 5, 30)
@@ -60,28 +46,26 @@ def make_shards(expert: nn.Module, count: int) -> list[nn.Module]:
     return [shard_expert(expert, index, count)[0] for index in range(count)]
 
 
-def rows(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 def joined(name: str, of_shards: list[torch.Tensor]) -> torch.Tensor:
     """One parameter's tensors of all shards put back together."""
     dim = HIDDEN_DIM[name]
     return sum(of_shards) if dim is None else torch.cat(of_shards, dim)
 
 
-@pytest.mark.parametrize("count", COUNTS)
 @EVERY
-def test_shards_are_pieces_of_the_expert_under_its_names(name: str, count: int) -> None:
+def test_shards_are_pieces_of_the_expert_under_its_names_and_draw_no_random_numbers(name: str) -> None:
     expert = make_expert(name)
-    shards = make_shards(expert, count)
-    for parameter, values in expert.state_dict().items():
-        assert torch.equal(joined(parameter, [shard.state_dict()[parameter] for shard in shards]), values)
-    for shard in shards:
-        assert list(shard.state_dict()) == list(expert.state_dict())
-        assert type(shard) is type(expert)
-        widths = {(each.in_features, each.out_features) for each in shard.modules() if isinstance(each, nn.Linear)}
-        assert widths == {(M, H // count), (H // count, M)}
+    state = torch.get_rng_state()
+    for count in COUNTS:
+        shards = make_shards(expert, count)
+        for parameter, values in expert.state_dict().items():
+            assert torch.equal(joined(parameter, [shard.state_dict()[parameter] for shard in shards]), values)
+        for shard in shards:
+            assert list(shard.state_dict()) == list(expert.state_dict())
+            assert type(shard) is type(expert)
+            widths = {(each.in_features, each.out_features) for each in shard.modules() if isinstance(each, nn.Linear)}
+            assert widths == {(M, H // count), (H // count, M)}
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["written out", "through autograd"])
@@ -112,7 +96,7 @@ def test_results_and_gradients_of_all_shards_are_those_of_the_expert(name: str, 
 
 
 @pytest.mark.parametrize("name", ["gpt relu", "sequential relu"])
-def test_the_last_bias_counts_once_whatever_the_others_hold(name: str) -> None:
+def test_the_last_bias_counts_once_whatever_the_others_hold_also_of_shards_of_shards(name: str) -> None:
     expert, x = make_expert(name), rows(5, M)
     shards = make_shards(expert, 3)
     for shard in shards[1:]:
@@ -129,31 +113,26 @@ def test_the_last_bias_counts_once_whatever_the_others_hold(name: str) -> None:
         expert_call.backward(0, 5, x.view(1, 1, 5, M))
         assert expert_call.gradients()[-1] is None
     torch.testing.assert_close(sum(shard(x) for shard in shards), expert(x), rtol=0, atol=1e-13)
+    smaller = [piece for shard in make_shards(expert, 3) for piece in make_shards(shard, 2)]
+    torch.testing.assert_close(sum(shard(x) for shard in smaller), expert(x), rtol=0, atol=1e-13)
 
 
 @EVERY
-def test_shards_have_memory_of_their_own_and_the_expert_is_left_as_it_was(name: str) -> None:
+def test_shards_have_memory_of_their_own_and_know_the_experts_parameters_which_stay_as_they_were(name: str) -> None:
     expert = make_expert(name)
     before = {each: tensor.clone() for each, tensor in expert.state_dict().items()}
     parameters = [*expert.parameters()]
-    for shard in make_shards(expert, 1) + make_shards(expert, 3):
-        sizes = {each.untyped_storage().nbytes() == each.nbytes for each in shard.parameters()}
-        assert sizes == {True}
-        assert all(each.is_contiguous() and type(each) is nn.Parameter for each in shard.parameters())
-        for parameter in shard.parameters():
-            parameter.data.fill_(9.0)
-    assert [*map(id, expert.parameters())] == [*map(id, parameters)]
-    assert all(torch.equal(tensor, before[each]) for each, tensor in expert.state_dict().items())
-
-
-@EVERY
-def test_each_new_parameter_is_told_its_old_one(name: str) -> None:
-    expert = make_expert(name)
-    for index in (0, 2):
-        shard, sources = shard_expert(expert, index, 3)
+    for index, count in ((0, 1), (0, 3), (2, 3)):
+        shard, sources = shard_expert(expert, index, count)
         assert set(sources) == set(shard.parameters())
         for parameter, tensor in shard.named_parameters():
             assert sources[tensor] is expert.get_parameter(parameter)
+            assert type(tensor) is nn.Parameter
+            assert tensor.is_contiguous()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            tensor.data.fill_(9.0)
+    assert [*map(id, expert.parameters())] == [*map(id, parameters)]
+    assert all(torch.equal(tensor, before[each]) for each, tensor in expert.state_dict().items())
 
 
 @EVERY
@@ -187,66 +166,22 @@ def test_parameters_beside_the_known_ones_are_whole_in_every_shard() -> None:
     assert shard.seen.data_ptr() != expert.seen.data_ptr()
 
 
-def test_a_shard_may_be_sharded_again() -> None:
-    expert, x = make_expert("gpt relu"), rows(5, M)
-    shards = [piece for half in make_shards(expert, 2) for piece in make_shards(half, 3)]
-    assert len(shards) == 6
-    torch.testing.assert_close(sum(shard(x) for shard in shards), expert(x), rtol=0, atol=1e-13)
-
-
-def test_sharding_draws_no_random_numbers() -> None:
-    expert = make_expert("gpt relu")
-    state = torch.get_rng_state()
-    make_shards(expert, 2)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 # ---- refusals
 
 
-@pytest.mark.parametrize(("name", "count"), [*zip(EXPERTS, itertools.cycle((0, -1, 4, 60)), strict=False)])
-def test_a_count_that_does_not_divide_the_hidden_width_is_refused_with_those_that_do(name: str, count: int) -> None:
-    message = rf"hidden width of 30, which {count} shards do not divide: choose from 1, 2, 3, 5, 6, 10, 15, 30$"
-    with pytest.raises(ValueError, match=message):
-        shard_expert(make_expert(name), 0, count)
+def test_a_count_that_does_not_divide_the_hidden_width_and_an_index_out_of_range_are_refused() -> None:
+    for name, count in itertools.product(EXPERTS, (0, -1, 4, 60)):
+        message = rf"hidden width of 30, which {count} shards do not divide: choose from 1, 2, 3, 5, 6, 10, 15, 30$"
+        with pytest.raises(ValueError, match=message):
+            shard_expert(make_expert(name), 0, count)
+    for index in (-1, 3):
+        with pytest.raises(ValueError, match=f"shard {index} of 3: the index must be between 0 and 2"):
+            shard_expert(make_expert("mixtral"), index, 3)
 
 
-@pytest.mark.parametrize("index", [-1, 3])
-def test_an_index_out_of_range_is_refused(index: int) -> None:
-    with pytest.raises(ValueError, match=f"shard {index} of 3: the index must be between 0 and 2"):
-        shard_expert(make_expert("mixtral"), index, 3)
-
-
-class Tripled(GPTFeedForward):
-    def do_experts(self, args: ExpertArgs) -> torch.Tensor:
-        return 3 * super().do_experts(args)
-
-
-def tied() -> nn.Module:
-    expert = GPTFeedForward(M, M)
-    expert.fc2.weight = expert.fc1.weight
-    return expert
-
-
-def parametrised() -> nn.Module:
-    expert = GPTFeedForward(M, H)
-    nn.utils.parametrizations.weight_norm(expert.fc2)
-    return expert
-
-
-UNKNOWN: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "one layer": (lambda: nn.Linear(M, M), "Linear"),
-    "four layers": (lambda: nn.Sequential(*sequential(nn.ReLU()), nn.Dropout()), "Sequential"),
-    "softmax over the hidden width": (lambda: sequential(nn.Softmax(dim=-1)), "Sequential"),
-    "subclass with its own computation": (lambda: Tripled(M, H), "Tripled"),
-    "tied": (tied, "GPTFeedForward"),
-    "parametrised": (parametrised, "GPTFeedForward"),
-}
-
-
-@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize("kind", NOT_WHAT_THEY_SEEM)
 def test_an_expert_of_unknown_structure_is_refused_by_name(kind: str) -> None:
-    make, class_name = UNKNOWN[kind]
-    message = f"expert {class_name} cannot be sharded: .*GPTFeedForward, MixtralFeedForward, .*nn.Sequential"
+    expert = NOT_WHAT_THEY_SEEM[kind]()
+    message = f"expert {type(expert).__name__} cannot be sharded: .*GPTFeedForward, MixtralFeedForward, .*nn.Sequential"
     with pytest.raises(ValueError, match=message):
-        shard_expert(make(), 0, 1)
+        shard_expert(expert, 0, 1)

@@ -1,50 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each token once per node: the numbers, gradients and rows of plain loops that were written without looking at it.
+"""Each token once per node: the rows of plain loops over tokens, which were written without looking at it.
 
-The loops stand for all ranks, in one process, every row counted; they are written from the law alone (docs/dispatch.md)
-with as little cleverness as possible: no buffers, chunks, collectives. Every row that is to go from one rank to another
-is handed on by one call, which notes it; autograd hands the gradients back through these calls, each the other way, and
-they note that too. So the rows are counted as they occur, in both phases, and no formula for their number is needed.
-
-Letters: S tokens of a rank, K choices of a token, M width.
+The loop over rows is written from the law alone (docs/dispatch.md), for all ranks in one process; the numbers are those
+of the loop over tokens in tests/reference.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from ds_fsmoe.components.alltoalls.node_deduplicated import NodeDeduplicatedAllToAll
-from ds_fsmoe.components.routing import Routing
-from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
-from ds_fsmoe.execution.lanes import Lanes, make_lanes
-from ds_fsmoe.layer.moe_layer import MoEOutput
+from ds_fsmoe.distributed.groups import make_groups
+from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.layer.parts import exchange_in
 from tests.hf_families import UNTRIED, families
-from tests.layer_runs import token_path
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
 from tests.test_hugging_face import gradients
-from tests.test_rows import HIDDEN, WIDTH, Case, differences, mixtral, run_layer
-
-TOLERANCE = 1e-12
-
-# ---- the loops
-
-Formula = Callable[..., torch.Tensor]
-"""``(x_M, *weights) -> y_M``: what an expert with these weights makes of one token."""
+from tests.test_rows import HIDDEN, WIDTH, Case, by_loop, differences, gate_weight_of, mixtral, run_layer, tokens_of
 
 
 class Leg(NamedTuple):
@@ -60,283 +43,54 @@ class Leg(NamedTuple):
     target: int
 
 
-@dataclass(frozen=True)
-class NodeResult:
-    """What all ranks compute, and what they send each other for it."""
+def legs_of(rank: int, holders: set[int], nodes: tuple[int, ...]) -> Iterator[Leg]:
+    """The rows that are sent for one token of a rank whose experts these ranks hold."""
 
-    y_per_rank: list[torch.Tensor]
-    """[S, M] of each rank."""
-    dx_per_rank: list[torch.Tensor]
-    """[S, M] of each rank; of the way through the experts alone, whatever the weights depend on."""
-    dweights_per_rank: list[torch.Tensor]
-    """[S, K] of each rank; 0 where the choice was dropped."""
-    dexperts: list[tuple[torch.Tensor, ...]]
-    """Of each expert, as its weights are."""
-    rows: Counter[Leg]
-    """How many rows went each way. What stays on its rank is none: nothing has to travel."""
-    computed: Counter[int]
-    """How many rows each expert was given in the forward."""
+    def there_and_back(hop: str, source: int, target: int) -> Iterator[Leg]:
+        for phase in ("forward", "backward"):
+            # What stays on its rank has not to travel.
+            if source != target:
+                yield Leg(phase, "in", hop, source, target)
+                yield Leg(phase, "out", hop, target, source)
 
+    def ranks_of(node: int) -> list[int]:
+        return [each for each, other in enumerate(nodes) if other == node]
 
-def once_per_node(
-    x_per_rank: Sequence[torch.Tensor],
-    choices_per_rank: Sequence[torch.Tensor],
-    weights_per_rank: Sequence[torch.Tensor],
-    dy_per_rank: Sequence[torch.Tensor],
-    node_of_rank: Sequence[int],
-    formula: Formula,
-    experts: Sequence[Sequence[torch.Tensor]],
-) -> NodeResult:
-    """Do what the layer is to do, forward and backward.
-
-    Args:
-        x_per_rank: one [S, M] per rank; S may differ.
-        choices_per_rank: [S, K] integers per rank: the expert of every choice, -1 where it was dropped.
-        weights_per_rank: [S, K] per rank: what the result of every choice is multiplied with.
-        dy_per_rank: [S, M] per rank: the gradients of the outputs.
-        node_of_rank: the node of each rank; in each are equally many.
-        formula: what all experts compute, each with its own weights.
-        experts: the weights of each; the first of them belong to rank 0, as many next ones to rank 1, and so on.
-    """
-    x_per_rank = [x_SM.detach().clone().requires_grad_() for x_SM in x_per_rank]
-    weights_per_rank = [weights_SK.detach().clone().requires_grad_() for weights_SK in weights_per_rank]
-    experts = [tuple(each.detach().clone().requires_grad_() for each in expert) for expert in experts]
-    run = _Run(list(node_of_rank), formula, experts, Counter(), Counter())
-    y_per_rank = []
-    for rank, (x_SM, choices_SK, weights_SK) in enumerate(
-        zip(x_per_rank, choices_per_rank, weights_per_rank, strict=True)
-    ):
-        rows = []
-        for x_M, choices_K, weights_K in zip(x_SM, choices_SK.tolist(), weights_SK, strict=True):
-            weight_of = {expert: weight for expert, weight in zip(choices_K, weights_K, strict=True) if expert >= 0}
-            rows.append(run.token(rank, x_M, weight_of))
-        y_per_rank.append(torch.stack(rows) if rows else x_SM)
-    parameters = [each for expert in experts for each in expert]
-    gradients = iter(
-        torch.autograd.grad(
-            y_per_rank, [*x_per_rank, *weights_per_rank, *parameters], list(dy_per_rank), materialize_grads=True
-        )
-    )
-    return NodeResult(
-        [y_SM.detach() for y_SM in y_per_rank],
-        [next(gradients) for _ in x_per_rank],
-        [next(gradients) for _ in weights_per_rank],
-        [tuple(next(gradients) for _ in expert) for expert in experts],
-        run.rows,
-        run.computed,
-    )
+    place = ranks_of(nodes[rank]).index(rank)
+    for node in {nodes[holder] for holder in holders}:
+        # To the rank of the node that has the same place there, and by it a copy to each rank with an expert.
+        relay = ranks_of(node)[place]
+        yield from there_and_back("between", rank, relay)
+        for holder in holders & set(ranks_of(node)):
+            yield from there_and_back("inside", relay, holder)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The ranks, and what has happened so far."""
-
-    node_of_rank: list[int]
-    formula: Formula
-    experts: Sequence[Sequence[torch.Tensor]]
-    rows: Counter[Leg]
-    computed: Counter[int]
-
-    def token(self, rank: int, x_M: torch.Tensor, weight_of: dict[int, torch.Tensor]) -> torch.Tensor:
-        """One token of this rank, to each node of its experts and back."""
-        y_M = 0 * x_M  # not zeros: the result of a token without experts has a gradient, too
-        for node in sorted({self.node_of_rank[self.holder(expert)] for expert in weight_of}):
-            relay = self.ranks_of(node)[self.place(rank)]
-            x_of_node_M = self.sent(x_M, "in", "between", rank, relay)
-            y_of_node_M = torch.zeros_like(x_M)
-            for holder in self.ranks_of(node):
-                held = {expert: weight for expert, weight in weight_of.items() if self.holder(expert) == holder}
-                if held:
-                    x_of_rank_M = self.sent(x_of_node_M, "in", "inside", relay, holder)
-                    y_of_rank_M = self.weighed(x_of_rank_M, held)
-                    y_of_node_M = y_of_node_M + self.sent(y_of_rank_M, "out", "inside", holder, relay)
-            y_M = y_M + self.sent(y_of_node_M, "out", "between", relay, rank)
-        return y_M
-
-    def weighed(self, x_M: torch.Tensor, weight_of: dict[int, torch.Tensor]) -> torch.Tensor:
-        """What one rank makes of one token: the sum over those of its experts that were chosen."""
-        y_M = torch.zeros_like(x_M)
-        for expert, weight in weight_of.items():
-            self.computed[expert] += 1
-            y_M = y_M + weight * self.formula(x_M, *self.experts[expert])
-        return y_M
-
-    def sent(self, row_M: torch.Tensor, way: str, hop: str, source: int, target: int) -> torch.Tensor:
-        if source == target:
-            return row_M
-        return _Sent.apply(row_M, self.rows, Leg("forward", way, hop, source, target))
-
-    def holder(self, expert: int) -> int:
-        """The rank that an expert lies on."""
-        return expert // (len(self.experts) // len(self.node_of_rank))
-
-    def ranks_of(self, node: int) -> list[int]:
-        return [rank for rank, other in enumerate(self.node_of_rank) if other == node]
-
-    def place(self, rank: int) -> int:
-        """Which one of its node a rank is."""
-        return self.ranks_of(self.node_of_rank[rank]).index(rank)
-
-
-class _Sent(torch.autograd.Function):
-    """A row on another rank. Its gradient is sent back: the gradient of what came from the experts goes to them."""
-
-    @staticmethod
-    def forward(ctx: Any, row_M: torch.Tensor, rows: Counter[Leg], leg: Leg) -> torch.Tensor:
-        ctx.rows, ctx.leg = rows, leg
-        rows[leg] += 1
-        return row_M.clone()
-
-    @staticmethod
-    def backward(ctx: Any, drow_M: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        leg = ctx.leg
-        back = "in" if leg.way == "out" else "out"
-        ctx.rows[Leg("backward", back, leg.hop, leg.target, leg.source)] += 1
-        return drow_M.clone(), None, None
-
-
-# ---- what experts compute
-
-
-def gpt_formula(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    first_HM, first_H, second_MH, second_M = weights
-    return F.gelu(x @ first_HM.t() + first_H) @ second_MH.t() + second_M
-
-
-def mixtral_formula(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    gate_HM, down_MH, up_HM = weights
-    return (F.silu(x @ gate_HM.t()) * (x @ up_HM.t())) @ down_MH.t()
-
-
-def tanh_formula(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-    first_HM, second_MH = weights
-    return torch.tanh(x @ first_HM.t()) @ second_MH.t()
-
-
-# ---- the reference itself
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What the reference takes, of all ranks."""
-
-    x_per_rank: list[torch.Tensor]
-    choices_per_rank: list[torch.Tensor]
-    weights_per_rank: list[torch.Tensor]
-    dy_per_rank: list[torch.Tensor]
-    node_of_rank: tuple[int, ...]
-    formula: Callable[..., torch.Tensor]
-    experts: list[tuple[torch.Tensor, ...]]
-
-    def result(self) -> NodeResult:
-        return once_per_node(**vars(self))
-
-
-def drawn_inputs(nodes: tuple[int, ...], tokens: tuple[int, ...], k: int, experts_per_rank: int) -> Inputs:
-    generator = torch.Generator().manual_seed(k)
-    randn = partial(torch.randn, dtype=torch.float64, generator=generator)
-    num_experts = experts_per_rank * len(nodes)
-    choices_per_rank = []
-    for num_tokens in tokens:
-        choices_SK = torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :k]
-        choices_SK[torch.rand(num_tokens, k, generator=generator) < 0.2] = -1
-        choices_SK[::4] = -1
-        choices_per_rank.append(choices_SK)
-    return Inputs(
-        [randn(num_tokens, WIDTH) for num_tokens in tokens],
-        choices_per_rank,
-        [randn(num_tokens, k) for num_tokens in tokens],
-        [randn(num_tokens, WIDTH) for num_tokens in tokens],
-        nodes,
-        tanh_formula,
-        [(randn(HIDDEN, WIDTH) / 3, randn(WIDTH, HIDDEN) / 3) for _ in range(num_experts)],
-    )
-
-
-def dense(inputs: Inputs) -> list[torch.Tensor]:
-    """The formula of a layer: outputs, and the gradients of tokens, of the choices' weights and of the experts."""
-    x_per_rank, weights_per_rank = (
-        [each.clone().requires_grad_() for each in tensors] for tensors in (inputs.x_per_rank, inputs.weights_per_rank)
-    )
-    experts = [[each.clone().requires_grad_() for each in expert] for expert in inputs.experts]
-    y_per_rank = []
-    for x_SM, choices_SK, weights_SK in zip(x_per_rank, inputs.choices_per_rank, weights_per_rank, strict=True):
-        y_ESM = torch.stack([inputs.formula(x_SM, *expert) for expert in experts])
-        chosen_SKE = choices_SK.unsqueeze(2) == torch.arange(len(experts))
-        y_per_rank.append(torch.einsum("sk,ske,esm->sm", weights_SK, chosen_SKE.double(), y_ESM))
-    wanted = [*x_per_rank, *weights_per_rank, *(each for expert in experts for each in expert)]
-    return [
-        *(each.detach() for each in y_per_rank),
-        *torch.autograd.grad(y_per_rank, wanted, inputs.dy_per_rank, materialize_grads=True),
-    ]
-
-
-def in_a_row(result: NodeResult) -> list[torch.Tensor]:
-    of_experts = [each for expert in result.dexperts for each in expert]
-    return [*result.y_per_rank, *result.dx_per_rank, *result.dweights_per_rank, *of_experts]
-
-
-@pytest.mark.parametrize(
-    ("k", "nodes"),
-    [(1, (0, 1, 0, 1)), (2, (0, 0, 1, 1)), (5, (0, 0, 1, 1, 2, 2)), (8, (0, 0, 0, 1, 1, 1))],
-    ids=str,
-)
-def test_the_reference_has_the_numbers_of_the_dense_formula(k: int, nodes: tuple[int, ...]) -> None:
-    inputs = drawn_inputs(nodes, (7, 0, 5, 3, 1, 2)[: len(nodes)], k, experts_per_rank=2 + k % 2)
-    result = inputs.result()
-    assert differences(in_a_row(result), dense(inputs), TOLERANCE) == []
-    assert torch.cat(result.dx_per_rank).abs().max() > 1e-2
-    choices = torch.cat([each.reshape(-1) for each in inputs.choices_per_rank])
-    assert result.computed == Counter(choices[choices >= 0].tolist())
-
-
-@pytest.mark.parametrize(
-    ("rank", "choices", "ways"),
-    [
-        # Two experts of each rank; ranks 0 and 1 in one node, 2 and 3 in the other.
-        (0, [0, 1], []),
-        (0, [2, 3], [("inside", 0, 1)]),
-        (0, [4, 5], [("between", 0, 2)]),
-        (0, [6, 7], [("between", 0, 2), ("inside", 2, 3)]),
-        (1, [5, 6], [("between", 1, 3), ("inside", 3, 2)]),
-        (3, [0, 3, 5, -1], [("between", 3, 1), ("inside", 1, 0), ("inside", 3, 2)]),
-        (2, range(8), [("between", 2, 0), ("inside", 0, 1), ("inside", 2, 3)]),
-        (2, [-1, -1], []),
-    ],
-)
-def test_the_reference_sends_a_row_to_each_node_and_a_copy_to_each_rank(
-    rank: int, choices: list[int], ways: list[tuple[str, int, int]]
-) -> None:
-    """In the forward to the experts and back, and in the backward again."""
-    tokens = tuple(int(each == rank) for each in range(4))
-    inputs = drawn_inputs((0, 0, 1, 1), tokens, len(choices), experts_per_rank=2)
-    inputs.choices_per_rank[rank] = torch.tensor([list(choices)])
-    expected = Counter()
-    for phase in ("forward", "backward"):
-        for hop, source, target in ways:
-            expected[Leg(phase, "in", hop, source, target)] += 1
-            expected[Leg(phase, "out", hop, target, source)] += 1
-    assert inputs.result().rows == expected
+def chosen(case: Case, rank: int, world_size: int) -> list[list[int]]:
+    """The experts of each of a rank's tokens."""
+    x_SM, _, used_S = tokens_of(case, rank)
+    weight_EM = gate_weight_of(case, case.experts_per_rank * world_size)
+    experts_SK = (x_SM @ weight_EM.t()).topk(min(case.k, len(weight_EM)), dim=1).indices.tolist()
+    return [experts if used_S is None or used_S[token] else [] for token, experts in enumerate(experts_SK)]
 
 
 # ---- the layer on ranks
 
 
 class Noting(nn.Module):
-    """An expert of one's own that counts its rows."""
+    """An expert of one's own; all of a rank count their rows together."""
+
+    rows = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.second = nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.rows = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.rows += x.numel() // WIDTH
+        Noting.rows += x.numel() // WIDTH
         return self.second(torch.tanh(self.first(x)))
 
 
-FORMULAS = {"GPTFeedForward": gpt_formula, "MixtralFeedForward": mixtral_formula, "Noting": tanh_formula}
 CASES = [
     Case((1, 1), k=2),
     Case((3, 2), k=1, tokens=(5, 0, 1, 7, 3, 2), expert=mixtral),
@@ -345,140 +99,60 @@ CASES = [
     Case((2, 5), k=8, tokens=(7, 3, 5, 1, 0, 11), links="reduce_first", expert=mixtral, recompute=True),
     Case((3, 4), k=8, tokens=(0, 0, 9, 0, 0, 5), experts_per_rank=3, expert=Noting),
 ]
+Sent = list[tuple[str, str, int, torch.Tensor]]
+"""Of each message to another rank its phase, its hop, that rank and its rows, [R, M]."""
 
 
-@dataclass(frozen=True)
-class OfRank:
-    """One rank's part of a call: what went in, what came out, and which rows it sent where."""
-
-    x_SM: torch.Tensor
-    choices_SK: torch.Tensor
-    weights_SK: torch.Tensor
-    dy_SM: torch.Tensor
-    gate_weight_EM: torch.Tensor
-    experts: list[tuple[torch.Tensor, ...]]
-    kind: str
-    """The name of the experts' class."""
-    computed: list[int]
-    """How many rows each expert was given in the forward, where they count."""
-    sent: list[tuple[str, str, int, torch.Tensor]]
-    """Of each message to another rank its phase, its hop, that rank and its rows, [R, M]."""
-    y_SM: torch.Tensor
-    dx_SM: torch.Tensor
-    dgate_EM: torch.Tensor
-    dweights_SK: torch.Tensor
-    dexperts: list[torch.Tensor]
-
-
-def weights_of(x_SM: torch.Tensor, choices_SK: torch.Tensor, gate_weight_EM: torch.Tensor) -> torch.Tensor:
-    """[S, K]: what choices are weighed with, by a gate as simple as one that learns can be."""
-    scores_SE = torch.sigmoid(x_SM @ gate_weight_EM.t())
-    return scores_SE.gather(1, choices_SK.clamp(min=0)) * (choices_SK >= 0)
-
-
-def drawn_choices(rank: int, case: Case, used_S: torch.Tensor | None, num_experts: int) -> torch.Tensor:
-    """[S, K]: different experts; -1 where unused tokens, and some choices of the others, are dropped."""
-    generator = torch.Generator().manual_seed(1000 * case.k + rank)
-    choices_SK = torch.rand(case.tokens[rank], num_experts, generator=generator).argsort(dim=1)[:, : case.k]
-    if used_S is not None:
-        is_dropped_SK = torch.rand(choices_SK.shape, generator=generator) < 0.3
-        choices_SK[is_dropped_SK | ~used_S.unsqueeze(1)] = -1
-    return choices_SK
-
-
-def as_routing(choices_SK: torch.Tensor, weights_SK: torch.Tensor, num_experts: int) -> Routing:
-    choices_KS = choices_SK.t().contiguous()
-    counts_E = torch.bincount(choices_KS[choices_KS >= 0], minlength=num_experts)
-    capacity = int(counts_E.max())
-    slots_KS = torch.full_like(choices_KS, num_experts * capacity)
-    for expert in range(num_experts):
-        slots_KS[choices_KS == expert] = expert * capacity + torch.arange(int(counts_E[expert]))
-    return Routing(slots_KS, weights_SK.t(), weights_SK.new_zeros(()), counts_E, capacity, num_experts)
-
-
-def run_case(case: Case, nodes: tuple[int, ...], groups: FSMoEGroups, lanes: Lanes) -> OfRank:
-    """Run the layer of tests/test_rows.py on choices drawn here, and note what its collectives send."""
-    seen: dict[str, Any] = {"sent": []}
-    watched: list[torch.Tensor] = []
-    send = dist.all_to_all_single
-
-    def path(x_SM: torch.Tensor, used_S: torch.Tensor | None, *, gate: Any, experts: Any, **parts: Any) -> MoEOutput:
-        gate_weight_EM = gate.wg.weight
-        num_experts = len(gate_weight_EM)
-        choices_SK = drawn_choices(groups.rank, case, used_S, num_experts)
-        weights_SK = weights_of(x_SM, choices_SK, gate_weight_EM)
-        routing = as_routing(choices_SK, weights_SK, num_experts)
-        result = token_path(x_SM, used_S, gate=lambda *_: routing, experts=experts, **parts)
-        watched.extend([result.output, weights_SK])
-        for each in watched:
-            each.retain_grad()
-        seen["x_SM"], seen["choices_SK"], seen["weights_SK"] = x_SM.detach(), choices_SK, weights_SK.detach()
-        seen["gate_weight_EM"] = gate_weight_EM.detach()
-        seen["experts"] = [tuple(each.detach() for each in expert.parameters()) for expert in experts.experts]
-        seen["kind"] = type(experts.experts[0]).__name__
-        seen["computed"] = [expert.rows for expert in experts.experts if isinstance(expert, Noting)]
-        return result
+@contextmanager
+def noting(rank: int, nodes: tuple[int, ...]) -> Iterator[tuple[Sent, list[int]]]:
+    """Note what is sent, and how many rows the experts were given in the forward."""
+    sent: Sent = []
+    computed: list[int] = []
+    send, backward = dist.all_to_all_single, torch.Tensor.backward
+    Noting.rows = 0
 
     def sending(y: torch.Tensor, x: torch.Tensor, receives: Any = None, sends: Any = None, **options: Any) -> Any:
         if x.is_floating_point() and x.dim() == 2:
             ranks = dist.get_process_group_ranks(options["group"])
             hop = "inside" if len({nodes[each] for each in ranks}) == 1 else "between"
             for other, rows_RM in zip(ranks, x.clone().split(list(sends)), strict=True):
-                if other != groups.rank:
-                    seen["sent"].append(("backward" if watched else "forward", hop, other, rows_RM))
+                if other != rank:
+                    sent.append(("backward" if computed else "forward", hop, other, rows_RM))
         return send(y, x, receives, sends, **options)
 
-    with patch("tests.test_rows.token_path", path), patch.object(dist, "all_to_all_single", sending):
-        y_SM, dx_SM, dgate_EM, *dexperts = run_layer(case, groups, lanes, True, alltoall="node_deduplicated")
-    dy_SM, dweights_SK = (each.grad for each in watched)
-    return OfRank(
-        **seen, dy_SM=dy_SM, y_SM=y_SM, dx_SM=dx_SM, dgate_EM=dgate_EM, dweights_SK=dweights_SK, dexperts=dexperts
-    )
+    def going_back(loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        computed.append(Noting.rows)
+        backward(loss, *args, **options)
+
+    with patch.object(dist, "all_to_all_single", sending), patch.object(torch.Tensor, "backward", going_back):
+        yield sent, computed
 
 
-def run_cases(rank: int, world_size: int, nodes: tuple[int, ...]) -> list[OfRank]:
+def run_cases(rank: int, world_size: int, nodes: tuple[int, ...]) -> list[tuple[list[str], Sent, list[int]]]:
+    """Of each case the numbers that are not those of the loop, what was sent, and the rows of experts that count."""
     with on_nodes(*nodes):
         groups = make_groups(world_size, 1)
-    lanes = make_lanes(torch.device("cpu"))
-    found = [run_case(case, nodes, groups, lanes) for case in CASES]
+    lanes, found = make_lanes(torch.device("cpu")), []
+    for case in CASES:
+        with noting(rank, nodes) as (sent, computed):
+            results = run_layer(case, groups, lanes, True, alltoall="node_deduplicated")
+        found.append((differences(results, by_loop(case, groups), 1e-12), sent, computed))
     lanes.close()
     return found
 
 
-def wrong_numbers(of_ranks: list[OfRank], result: NodeResult) -> list[str]:
-    found = []
-    for rank, of in enumerate(of_ranks):
-        x_SM, gate_weight_EM = of.x_SM.clone().requires_grad_(), of.gate_weight_EM.clone().requires_grad_()
-        dweights_SK = result.dweights_per_rank[rank]
-        through_gate_SM, dgate_EM = torch.autograd.grad(
-            weights_of(x_SM, of.choices_SK, gate_weight_EM), (x_SM, gate_weight_EM), dweights_SK
-        )
-        first = rank * len(of.experts)
-        dexperts = [each for expert in result.dexperts[first : first + len(of.experts)] for each in expert]
-        pairs = {
-            "output": ([of.y_SM], [result.y_per_rank[rank]]),
-            "gradient of tokens": ([of.dx_SM], [result.dx_per_rank[rank] + through_gate_SM]),
-            "gradient of the gate": ([of.dgate_EM], [dgate_EM]),
-            "gradient of the choices' weights": ([of.dweights_SK], [dweights_SK]),
-            "gradient of experts": (of.dexperts, dexperts),
-        }
-        for name, pair in pairs.items():
-            found += [f"rank {rank}: {name}: {each}" for each in differences(*pair, TOLERANCE)]
-    return found
-
-
-def rows_sent(of_ranks: list[OfRank]) -> Counter[Leg]:
+def rows_sent(case: Case, of_ranks: list[Sent]) -> Counter[Leg]:
     """The rows that were sent. What is sent to experts is a token, or the gradient of an output, to the bit."""
     going_in = {
         (phase, row_M.numpy().tobytes())
-        for of in of_ranks
-        for phase, rows_SM in (("forward", of.x_SM), ("backward", of.dy_SM))
+        for rank in range(len(of_ranks))
+        for phase, rows_SM in zip(("forward", "backward"), tokens_of(case, rank)[:2], strict=True)
         for row_M in rows_SM
     }
     return Counter(
         Leg(phase, "in" if (phase, row_M.numpy().tobytes()) in going_in else "out", hop, rank, other)
-        for rank, of in enumerate(of_ranks)
-        for phase, hop, other, rows_RM in of.sent
+        for rank, sent in enumerate(of_ranks)
+        for phase, hop, other, rows_RM in sent
         for row_M in rows_RM
     )
 
@@ -487,32 +161,24 @@ PLACEMENTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 1, 1, 2, 2), (0, 1, 2, 0, 1, 2)
 
 
 @sampled("nodes", PLACEMENTS, kept=[0], ids=str)
-def test_the_layer_has_the_numbers_of_the_reference_and_sends_its_rows(nodes: tuple[int, ...], tmp_path: Path) -> None:
-    of_cases = list(zip(*run_on_ranks(run_cases, len(nodes), tmp_path, nodes), strict=True))
+def test_the_layer_has_the_numbers_and_sends_the_rows_of_the_loops(nodes: tuple[int, ...], tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(run_cases, len(nodes), tmp_path, nodes)
     found, crossed = [], Counter[str]()
-    for number, (case, of_ranks) in enumerate(zip(CASES, of_cases, strict=True)):
-        where = f"case {number}"
-        inputs = Inputs(
-            [of.x_SM for of in of_ranks],
-            [of.choices_SK for of in of_ranks],
-            [of.weights_SK for of in of_ranks],
-            [of.dy_SM for of in of_ranks],
-            nodes,
-            FORMULAS[of_ranks[0].kind],
-            [expert for of in of_ranks for expert in of.experts],
-        )
-        result = inputs.result()
-        found += [f"{where}: {each}" for each in wrong_numbers(of_ranks, result)]
-        sent = rows_sent(of_ranks)
-        for leg in sorted(sent | result.rows):
-            if sent[leg] != result.rows[leg]:
-                found.append(f"{where}: {leg}: {sent[leg]} rows, not {result.rows[leg]}")
-            crossed[leg.hop] += result.rows[leg]
+    for number, case in enumerate(CASES):
+        found += [f"case {number}, rank {rank}: {each}" for rank, of in enumerate(of_ranks) for each in of[number][0]]
+        sent = rows_sent(case, [of[number][1] for of in of_ranks])
+        wanted, computed = Counter[Leg](), Counter[int]()
+        for rank in range(len(nodes)):
+            for experts in chosen(case, rank, len(nodes)):
+                of_token = [expert // case.experts_per_rank for expert in experts]
+                computed.update(of_token)
+                wanted.update(legs_of(rank, set(of_token), nodes))
+        for leg in sorted(sent | wanted):
+            if sent[leg] != wanted[leg]:
+                found.append(f"case {number}: {leg}: {sent[leg]} rows, not {wanted[leg]}")
+            crossed[leg.hop] += wanted[leg]
         if case.expert is Noting:
-            computed = [rows for of in of_ranks for rows in of.computed]
-            wanted = [result.computed[expert] for expert in range(len(inputs.experts))]
-            if computed != wanted:
-                found.append(f"{where}: experts were given {computed} rows, not {wanted}")
+            assert [of[number][2] for of in of_ranks] == [[computed[rank]] for rank in range(len(nodes))]
     assert not found, f"{len(found)}, the first are {found[:5]}"
     assert min(crossed["between"], crossed["inside"]) > 50
 
@@ -527,7 +193,7 @@ HOW = ((0, 1, 1), (2, 3, 2), (3, 2, 3))
 """ZeRO stage, chunks forward and backward."""
 
 
-@sampled("family", FAMILIES, drawn=2)
+@sampled("family", FAMILIES)
 def test_models_have_the_losses_and_gradients_of_eager_experts_with_each_token_once_per_node(
     family: str, tmp_path: Path
 ) -> None:

@@ -12,13 +12,12 @@ from deepspeed.moe.layer import MoE
 from torch import nn
 
 from ds_fsmoe.components.expert import LocalExperts
-from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.gradient_sums import make_contiguous, stacked
 from ds_fsmoe.components.expert_compute.written_call import WrittenCall
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from tests.expert_cases import H, M, backward, forward, make_experts, rows
-from tests.live_memory import LiveMemory
+from tests.expert_cases import H, M, make_experts
 from tests.ranks import run_on_ranks
+from tests.small_model import Case
 
 
 def lie_side_by_side(experts: list[nn.Module]) -> bool:
@@ -26,37 +25,16 @@ def lie_side_by_side(experts: list[nn.Module]) -> bool:
     return all(stacked(kind) is not None for kind in kinds)
 
 
-# ---- finding
-
-
-def test_parts_of_one_memory_at_equal_distances_are_one_tensor_without_a_copy() -> None:
-    memory = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
-    strided = [memory[:, i, 1:4] for i in range(3)]
-    for parts in (strided, strided[::2], strided[1:], [memory[1, i] for i in range(3)], [memory[0, 1]]):
-        whole = stacked(parts)
-        assert torch.equal(whole, torch.stack(parts))
-        assert whole.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
-
-
-def test_what_does_not_lie_so_is_not_one_tensor() -> None:
+def test_parts_at_equal_distances_of_one_memory_are_one_tensor_without_a_copy_and_others_are_not() -> None:
     memory = torch.randn(6, 5)
-    parts = list(memory)
-    assert stacked([parts[0], parts[1], parts[3]]) is None
-    assert stacked([parts[2], parts[1], parts[0]]) is None
-    assert stacked([parts[1], parts[1]]) is None
-    assert stacked([torch.randn(5) for _ in range(3)]) is None
-    assert stacked([parts[0], parts[1][:4]]) is None
-    assert stacked([memory[:, 0], memory[0, :].repeat(2)[:6]]) is None
-    assert stacked([parts[0], parts[1].view(torch.int32)]) is None
-    assert stacked([parts[0][:0], parts[1][:0]]).shape == (2, 0)
-
-
-def test_what_is_written_to_the_parts_is_in_the_whole_and_the_other_way_round() -> None:
-    memory = torch.zeros(3, 5)
-    whole = stacked(list(memory))
-    memory[1] += 1
-    whole[2] += 2
-    assert whole.sum(1).tolist() == memory.sum(1).tolist() == [0, 5, 10]
+    a, b, c, d, *_ = memory
+    whole = stacked([b, d])
+    assert torch.equal(whole, memory[1:5:2])
+    assert whole.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    assert stacked([a[:0], b[:0]]).shape == (2, 0)
+    apart = [torch.randn(5) for _ in range(3)]
+    for wrong in ([a, b, d], [c, b, a], [b, b], [a, b[:4]], [a[::2], b[:3]], [a, b.view(torch.int32)], apart):
+        assert stacked(wrong) is None
 
 
 # ---- laying
@@ -65,20 +43,19 @@ def test_what_is_written_to_the_parts_is_in_the_whole_and_the_other_way_round() 
 @pytest.mark.parametrize("name", ["gpt gelu", "mixtral", "sequential relu", "bottleneck"])
 def test_laying_moves_values_and_nothing_else(name: str) -> None:
     experts = make_experts(name)
-    before = [{key: (id(each), each.detach().clone()) for key, each in expert.named_parameters()} for expert in experts]
+    before = [(key, each, each.detach().clone()) for expert in experts for key, each in expert.named_parameters()]
     assert not lie_side_by_side(experts)
     assert make_contiguous(experts)
     assert lie_side_by_side(experts)
-    after = [{key: (id(each), each.detach()) for key, each in expert.named_parameters()} for expert in experts]
-    for one, other in zip(before, after, strict=True):
-        assert one.keys() == other.keys()
-        for key, (number, values) in one.items():
-            assert number == other[key][0]
-            assert torch.equal(values, other[key][1])
-            assert other[key][1].data_ptr() % 64 == 0
-    places = [each.data_ptr() for expert in experts for each in expert.parameters()]
+    after = [each for expert in experts for each in expert.named_parameters()]
+    for (key, parameter, values), (key_now, parameter_now) in zip(before, after, strict=True):
+        assert key == key_now
+        assert parameter is parameter_now
+        assert torch.equal(parameter, values)
+        assert parameter.data_ptr() % 64 == 0
+    places = [each.data_ptr() for _, each in after]
     assert make_contiguous(experts)
-    assert places == [each.data_ptr() for expert in experts for each in expert.parameters()]
+    assert places == [each.data_ptr() for _, each in after]
 
 
 def test_what_others_rely_on_is_not_moved() -> None:
@@ -110,75 +87,42 @@ def test_experts_of_a_layer_put_together_by_hand_lie_side_by_side_whatever_is_ma
     assert all(torch.equal(each, values[key]) for key, each in experts.bfloat16().state_dict().items())
 
 
-# ---- what it takes
-
-
-@pytest.mark.parametrize("slots", [8, 32, 64])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", ["gpt relu", "gpt gelu", "mixtral"])
-def test_together_they_take_less_additional_memory_than_their_gradients(name: str, num_ranks: int, slots: int) -> None:
-    experts = make_experts(name, 8, 64, 256, torch.float32)
-    assert make_contiguous(experts)
-    shape = (num_ranks, 8, slots // num_ranks, 64)
-    x_NeCM, dy_NeCM = rows(*shape, dtype=torch.float32), rows(*shape, seed=2, dtype=torch.float32)
-    peaks = []
-    for together in ("never", "auto"):
-        layer = ExpertSet(experts, together=together)
-        with LiveMemory() as memory:
-            call = layer.call(True)
-            y_NeCM = forward(call, x_NeCM, [shape[2]])
-            kept = memory.live - y_NeCM.nbytes
-            backward(call, dy_NeCM, [shape[2]])
-            call.gradients()
-        peaks.append((memory.peak, kept))
-    (peak_alone, kept_alone), (peak_together, kept_together) = peaks
-    assert kept_together == kept_alone > 0
-    gradients = sum(each.nbytes for expert in experts for each in expert.parameters())
-    assert peak_together - peak_alone < 0.75 * gradients * slots / 64
-
-
 # ---- in DeepSpeed
 
 
 class Model(nn.Module):
-    def __init__(self, activation: str) -> None:
+    """Of widths in which experts go together."""
+
+    def __init__(self, rank: int) -> None:
         super().__init__()
         self.first = nn.Linear(32, 32)
-        self.moe = MoE(32, GPTFeedForward(32, 96, activation), num_experts=6, ep_size=2, k=2, min_capacity=0)
+        self.moe = MoE(32, GPTFeedForward(32, 96, "gelu"), num_experts=6, ep_size=2, k=2, min_capacity=0)
         self.last = nn.Linear(32, 32)
+        for index, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
+            torch.manual_seed(3 * rank + index + 1)
+            for parameter in expert.parameters():
+                nn.init.normal_(parameter, std=0.1)
 
     def forward(self, x_SM: torch.Tensor) -> torch.Tensor:
         y_SM, aux_loss, _ = self.moe(self.first(x_SM))
         return self.last(y_SM).float().square().mean() + 0.01 * aux_loss
 
 
-def train(initialize, stage: int, dtype: torch.dtype, rank: int, block: dict | None) -> list[torch.Tensor]:
+def train(initialize, case: Case, rank: int, **blocks) -> list[torch.Tensor]:
+    """Losses of four steps, and the parameters."""
     torch.manual_seed(0)
-    model = Model("gelu")
-    for index, expert in enumerate(model.moe.deepspeed_moe.experts.deepspeed_experts):
-        torch.manual_seed(3 * rank + index + 1)
-        for parameter in expert.parameters():
-            nn.init.normal_(parameter, std=0.1)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": dtype is torch.bfloat16},
-        "gradient_clipping": 1.0,
-        "steps_per_print": 1_000_000,
-        **({} if block is None else {"fsmoe": block}),
-    }
+    model = Model(rank)
+    config = case.ds_config(gradient_clipping=1.0, **blocks)
     engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
     losses = []
     for step in range(4):
-        x_SM = torch.randn(43, 32, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+        x_SM = torch.randn(43, 32, generator=torch.Generator().manual_seed(10 * step + rank))
         torch.manual_seed(step * 100 + rank)
-        loss = engine(x_SM)
+        loss = engine(x_SM.to(model.first.weight.dtype))
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())
-    found = [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
+    found = [torch.stack(losses), *(parameter.detach().clone() for parameter in model.parameters())]
     engine.destroy()
     return found
 
@@ -199,24 +143,18 @@ def compare_with_stock(rank: int, world_size: int) -> list[tuple[int, str, bool,
 
     WrittenCall.backward = noted
     found = []
-    for stage, dtype in ((0, torch.float32), (1, torch.float32), (2, torch.float32), (1, torch.bfloat16)):
-        stocks = train(deepspeed.initialize, stage, dtype, rank, None)
+    for stage, dtype in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (1, "bf16")):
+        case = Case(2, stage, dtype)
+        stocks = train(deepspeed.initialize, case, rank)
         at_once.clear()
-        block = {"enabled": True, "deterministic": True}
-        ours = train(ds_fsmoe.initialize, stage, dtype, rank, block)
-        equal = len(stocks) == len(ours) and all(torch.equal(a, b) for a, b in zip(stocks[:4], ours[:4], strict=True))
-        if stage > 0:  # at stage 0 DeepSpeed clips by another norm
-            equal = equal and all(torch.equal(a, b) for a, b in zip(stocks, ours, strict=True))
-        assert not torch.equal(stocks[0], stocks[3])
-        found.append((stage, str(dtype), equal, len(at_once)))
+        ours = train(ds_fsmoe.initialize, case, rank, fsmoe={"enabled": True, "deterministic": True})
+        # At stage 0 DeepSpeed clips by another norm.
+        equal = all(map(torch.equal, stocks, ours)) if stage > 0 else torch.equal(stocks[0], ours[0])
+        assert stocks[0][0] != stocks[0][3]
+        found.append((stage, dtype, equal, len(at_once)))
     return found
 
 
 def test_at_stages_1_and_2_experts_lie_side_by_side_and_train_as_in_stock_bit_for_bit(tmp_path: Path) -> None:
     for found in run_on_ranks(compare_with_stock, 2, tmp_path):
-        assert found == [
-            (0, "torch.float32", True, 0),
-            (1, "torch.float32", True, 4),
-            (2, "torch.float32", True, 4),
-            (1, "torch.bfloat16", True, 4),
-        ]
+        assert found == [(0, "fp32", True, 0), (1, "fp32", True, 4), (2, "fp32", True, 4), (1, "bf16", True, 4)]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
-from ds_fsmoe.components.expert_compute.stacked_forms import OwnExperts
 from tests.covering import covering
 
 NUM_EXPERTS = 3
@@ -78,7 +77,11 @@ class Phase:
 class Rows:
     forward: Phase
     backward: Phase
-    expert_order: torch.Tensor | None
+    expert_order: torch.Tensor | None = None
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_products, "takes_grouped", lambda *_: False)
 
 
 FORWARD, BACKWARD = [[2, 0, 3], [0, 0, 0], [1, 4, 0]], [[3, 1, 2], [0, 3, 1]]
@@ -99,10 +102,6 @@ def numbers_of(sizes: list[list[int]]) -> list[int]:
 def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """How far numbers are from others that are rounded at the same places, as a share: sums may have other orders."""
     return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
-
-
-def by_hand(module: Experts, x_RM: torch.Tensor, of_row: list[int]) -> torch.Tensor:
-    return torch.stack([module.of(expert, row) for expert, row in zip(of_row, x_RM, strict=True)])
 
 
 FLAGS = [
@@ -126,7 +125,7 @@ def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other
     of_row = [expert for expert, total in enumerate(totals) for _ in range(total)]
     x_RM = torch.randn(len(of_row), 8, dtype=torch.float64, requires_grad=True)
     dy_RM = torch.randn_like(x_RM)
-    y_RM = by_hand(module, x_RM, of_row)
+    y_RM = torch.stack([module.of(expert, row) for expert, row in zip(of_row, x_RM, strict=True)])
     wanted = torch.autograd.grad(y_RM, [x_RM, *module.parameters()], dy_RM)
 
     sent, returned = numbers_of(FORWARD), numbers_of(BACKWARD if other_cuts else FORWARD)
@@ -135,87 +134,54 @@ def test_chunks_have_the_numbers_of_single_rows(flags: Contract, way: str, other
     rows = Rows(forward, Phase.of(BACKWARD) if other_cuts else forward, order)
     call = experts.call(True, rows, x_RM.detach(), same_chunks=not other_cuts, recompute=way == "recomputed")
     found_y, found_dx = torch.empty_like(x_RM), torch.empty_like(x_RM)
-    for place, numbers in split(sent, rows.forward):
-        found_y[numbers] = call.forward(*place, x_RM.detach()[numbers])
+    for start, stop in itertools.pairwise(rows.forward.places):
+        found_y[sent[start:stop]] = call.forward(start, stop, x_RM.detach()[sent[start:stop]])
     call.restore(call.release())
-    for place, numbers in split(returned, rows.backward):
-        found_dx[numbers] = call.backward(*place, dy_RM[numbers])
+    for start, stop in itertools.pairwise(rows.backward.places):
+        found_dx[returned[start:stop]] = call.backward(start, stop, dy_RM[returned[start:stop]])
     torch.testing.assert_close(found_y, y_RM.detach(), rtol=1e-12, atol=1e-12)
     for ours, theirs in zip((found_dx, *call.gradients()), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def split(numbers: list[int], phase: Phase) -> list[tuple[tuple[int, int], list[int]]]:
-    return [((start, stop), numbers[start:stop]) for start, stop in itertools.pairwise(phase.places)]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("flags", FLAGS[::5], ids=str)
-def test_grouped_products_are_used_and_have_the_numbers_of_a_loop(
+def test_grouped_products_have_the_numbers_of_a_loop_and_large_gradients_are_written_once(
     flags: Contract, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    results, uses = {}, 0
-    grouped_mm = F.grouped_mm
-
-    def counted(*args: Any, **options: Any) -> torch.Tensor:
-        nonlocal uses
-        uses += 1
-        return grouped_mm(*args, **options)
-
-    monkeypatch.setattr(F, "grouped_mm", counted)
-    from ds_fsmoe.components.expert_compute import grouped_products
-
-    for is_grouped in (True, False):
-        if not is_grouped:
-            monkeypatch.setattr(grouped_products, "takes_grouped", lambda *_: False)
-        torch.manual_seed(0)
-        module = Experts(flags, 16, 24).to(dtype)
-        x_NecM = torch.randn(2, NUM_EXPERTS, 5, 16).to(dtype)
-        call, before = StackedExperts(module, contract_of(module)).call(True), uses
-        y_NecM = call.forward(0, 5, x_NecM)
-        dx_NecM = call.backward(0, 5, torch.ones_like(y_NecM))
-        results[is_grouped] = [y_NecM, dx_NecM, *call.gradients()]
-        assert (uses > before) == is_grouped
-    tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
-    for one, other in zip(*results.values(), strict=True):
-        assert off_by(one, other) < tolerance
-
-
-@pytest.mark.parametrize("is_grouped", [True, False], ids=["grouped", "one by one"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("flags", FLAGS[::5], ids=str)
-def test_of_large_weights_only_the_first_chunk_writes_the_whole_gradient(
-    flags: Contract, dtype: torch.dtype, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The later ones add to it. Five of them: in half precision four are added up at a time."""
-    from ds_fsmoe.components.expert_compute import grouped_products
-
-    if not is_grouped:
-        monkeypatch.setattr(grouped_products, "takes_grouped", lambda *_: False)
-    written, weight_gradient = [], grouped_products.weight_gradient
+    """Of large weights the later chunks add to the first one's. In half precision four are added up at a time."""
+    grouped_mm, weight_gradient = F.grouped_mm, grouped_products.weight_gradient
+    uses: list[Any] = []
+    written: list[Any] = []
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **how: (uses.append(args), grouped_mm(*args, **how))[1])
     monkeypatch.setattr(
         grouped_products, "weight_gradient", lambda *args: (written.append(args), weight_gradient(*args))[1]
     )
-    sizes, results = [[2, 0, 3], [0, 0, 0], [1, 4, 0], [0, 1, 1], [3, 0, 0], [1, 1, 1]], {}
-    for limit in (2**60, 0):
+    sizes, results = [[2, 0, 3], [0, 0, 0], [1, 4, 0], [0, 1, 1], [3, 0, 0], [1, 1, 1]], []
+    for is_grouped, limit in itertools.product((True, False), (2**60, 0)):
+        if not is_grouped:
+            one_by_one(monkeypatch)
         monkeypatch.setattr(grouped_products, "_WORTH_A_LAUNCH_BYTES", limit)
         written.clear()
+        uses.clear()
         torch.manual_seed(0)
         module = Experts(flags, 16, 24).to(dtype)
-        rows = Rows(phase := Phase.of(sizes), phase, None)
+        rows = Rows(phase := Phase.of(sizes), phase)
         call = StackedExperts(module, contract_of(module)).call(True, rows, torch.empty(0, 16, dtype=dtype))
+        found = []
         for way in (call.forward, call.backward):
             for start, stop in itertools.pairwise(phase.places):
-                way(start, stop, torch.randn(stop - start, 16).to(dtype))
-        results[limit] = call.gradients()
+                found.append(way(start, stop, torch.randn(stop - start, 16).to(dtype)))
+        results.append([torch.cat(found), *call.gradients()])
+        assert bool(uses) == is_grouped
         whole = 2 * len(sizes) if is_grouped and limit else 2 if dtype == torch.float32 else 4
         assert len(written) == whole
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-3}[dtype]
-    for one, other in zip(*results.values(), strict=True):
-        assert off_by(one, other) < tolerance
+    for other in results[1:]:
+        assert max(map(off_by, other, results[0])) < tolerance
 
 
-def test_a_rank_without_rows_has_gradients_of_zeros_for_all_weights() -> None:
+def test_a_rank_without_rows_has_gradients_of_zeros_and_frozen_weights_have_none_and_keep_no_rows() -> None:
     """ZeRO 3 counts the gradients that come."""
     module = Experts(FLAGS[-1], 8, 12)
     call = StackedExperts(module, contract_of(module)).call(True)
@@ -224,9 +190,6 @@ def test_a_rank_without_rows_has_gradients_of_zeros_for_all_weights() -> None:
     gradients = call.gradients()
     assert all(each is not None and not each.any() for each in gradients)
     assert [each.shape for each in gradients] == [each.shape for each in module.parameters()]
-
-
-def test_frozen_weights_get_no_gradient_and_keep_no_rows() -> None:
     module = Experts(FLAGS[0], 8, 12)
     getattr(module, contract_of(module).up).requires_grad_(False)
     experts = StackedExperts(module, contract_of(module))
@@ -234,6 +197,16 @@ def test_frozen_weights_get_no_gradient_and_keep_no_rows() -> None:
     call.backward(0, 4, call.forward(0, 4, torch.randn(1, NUM_EXPERTS, 4, 8)))
     assert [each is None for each in call.gradients()] == [True, False]
     assert experts.kept_of_a_row(recompute=False)[0] == 0
+
+
+def test_a_weight_that_changes_before_its_backward_is_refused() -> None:
+    module = Experts(FLAGS[0], 8, 12)
+    call = StackedExperts(module, contract_of(module)).call(True)
+    y_NecM = call.forward(0, 4, torch.randn(1, NUM_EXPERTS, 4, 8))
+    with torch.no_grad():
+        module.down_proj.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
+        call.backward(0, 4, y_NecM)
 
 
 def test_autocast_computes_in_its_type_and_gives_gradients_in_the_weights_own() -> None:
@@ -274,16 +247,6 @@ def test_a_module_that_breaks_its_word_is_told_apart(change: Any, sentence: str)
         contract_of(module)
 
 
-def test_a_weight_that_changes_before_its_backward_is_refused() -> None:
-    module = Experts(FLAGS[0], 8, 12)
-    call = StackedExperts(module, contract_of(module)).call(True)
-    y_NecM = call.forward(0, 4, torch.randn(1, NUM_EXPERTS, 4, 8))
-    with torch.no_grad():
-        module.down_proj.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place between the forward and its backward"):
-        call.backward(0, 4, torch.ones_like(y_NecM))
-
-
 def test_a_forward_of_its_own_that_is_called_again_draws_the_same_numbers_and_none_besides() -> None:
     torch.manual_seed(0)
     module = Experts(FLAGS[0], 8, 12)
@@ -310,7 +273,7 @@ def test_a_forward_of_its_own_gives_its_rows_to_be_held_and_lets_weights_go_afte
         seen.append(weakref.ref(getattr(module, contract_of(module).up)))
         return module(x_SM, index_SK, weights_SK)
 
-    rows = Rows(phase := Phase.of([[2, 0, 3], [1, 4, 0]]), phase, None)
+    rows = Rows(phase := Phase.of([[2, 0, 3], [1, 4, 0]]), phase)
     chunks = [torch.randn(5, 8) for _ in range(2)]
     call = StackedExperts(module, contract_of(module), own_forward).call(True, rows, chunks[0])
     results = [call.forward(5 * place, 5 * place + 5, each) for place, each in enumerate(chunks)]
@@ -327,11 +290,3 @@ def test_a_forward_of_its_own_gives_its_rows_to_be_held_and_lets_weights_go_afte
     assert all(each is not None for each in call.gradients())
     assert len(seen) == 2
     assert all(each() is None for each in seen)
-
-
-def test_a_weight_that_is_reached_twice_counts_once() -> None:
-    module = Experts(FLAGS[0], 8, 12)
-    tied = torch.zeros(2, requires_grad=True)
-    adapters = [SimpleNamespace(parameters=(tied, tied)), SimpleNamespace(parameters=(tied,))]
-    found = OwnExperts(module, module.forward, adapters, False).parameters  # type: ignore[arg-type]
-    assert list(map(id, found)) == list(map(id, (*module.parameters(), tied)))

@@ -6,59 +6,33 @@ from __future__ import annotations
 import logging
 import socket
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch.distributed as dist
 
-from ds_fsmoe.distributed import groups as ours
-from ds_fsmoe.distributed.groups import make_groups
-from ds_fsmoe.distributed.topology import topology_of_hosts, why_not_sharded
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, batch
-
-
-def on_hosts(rank: int, hosts: str) -> None:
-    socket.gethostname = lambda: f"node{hosts[rank]}"
-
-
-def start(rank: int, case: Case, esp_size: int, **block: Any) -> tuple[str, str, list[list[int]]]:
-    """(error, warnings, groups that were made) of a start, and of a step where it is none."""
-    import torch
-
-    import ds_fsmoe
-
-    said: list[str] = []
-
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage() if record.levelno >= logging.WARNING else "")
-
-    handler, logger = Said(), logging.getLogger("ds_fsmoe")
-    logger.addHandler(handler)
-    made: list[list[int]] = []
-    make = dist.new_group
-    dist.new_group = lambda ranks=None, *args, **kwargs: made.append(list(ranks)) or make(ranks, *args, **kwargs)
-    model = SmallModel(case, rank)
-    error = ""
-    try:
-        config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size} | block)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        loss, _ = engine(*batch(0, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        engine.destroy()
-    except ds_fsmoe.ConfigError as caught:
-        error = str(caught)
-    dist.new_group = make
-    logger.removeHandler(handler)
-    return error, "\n".join(filter(None, said)), made
+from tests.small_model import Case, SmallModel, train_steps
 
 
 def start_on(rank: int, world_size: int, hosts: str, ep_size: int, esp_size: int, block: dict) -> tuple:
-    on_hosts(rank, hosts)
-    return start(rank, Case(ep_size, 0, "fp32", 1, 1, True, expert="gpt"), esp_size, **block)
+    """(error, warnings, groups that were made) of a start, and of a step where it is none."""
+    import ds_fsmoe
+
+    socket.gethostname = lambda: f"node{hosts[rank]}"
+    case = Case(ep_size, 0, "fp32", 1, 1, True, expert="gpt")
+    model, error, said, made = SmallModel(case, rank), "", Said(logging.WARNING), []
+    config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size} | block)
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    make = dist.new_group
+    dist.new_group = lambda ranks=None, *args, **kwargs: made.append(list(ranks)) or make(ranks, *args, **kwargs)
+    try:
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        train_steps(engine, rank, range(1))
+        engine.destroy()
+    except ds_fsmoe.ConfigError as caught:
+        error = str(caught)
+    return error, "\n".join(said.lines), made
 
 
 def test_uneven_nodes_are_refused_for_shards_on_every_rank_before_any_group_is_made(tmp_path: Path) -> None:
@@ -89,28 +63,3 @@ def test_an_expert_shared_between_nodes_is_allowed_and_its_price_is_said(tmp_pat
     assert [error for error, _, _ in seen] == [""] * 4
     assert ("fsmoe.esp_size = 4 spans 2 nodes (at ep_size = 1 one node holds 1, 2)") in seen[0][1]
     assert all("spans" not in warnings for _, warnings, _ in seen[1:])
-
-
-def make_by_hand(rank: int, world_size: int) -> tuple[str, int, int]:
-    on_hosts(rank, "aaab")
-    with pytest.raises(
-        ValueError, match=r"fsmoe\.expert_tensor_parallel_size = 2: the nodes have different numbers of ranks"
-    ) as refusal:
-        make_groups(1, 2)
-    held = len(ours._made().groups)
-    made = make_groups(1, 2, ranks_per_node=2)
-    # A rank that left now would cut the connection to one that is still making its end of it.
-    dist.barrier()
-    return str(refusal.value), held, made.layout.esp_size
-
-
-def test_a_layer_put_together_by_hand_is_refused_there_too(tmp_path: Path) -> None:
-    seen = run_on_ranks(make_by_hand, 4, tmp_path)
-    assert {each[1:] for each in seen} == {(0, 2)}
-    assert len({each[0] for each in seen}) == 1
-
-
-def test_nodes_are_counted_by_their_size() -> None:
-    assert why_not_sharded(topology_of_hosts("aabb"), 2) is None
-    assert why_not_sharded(topology_of_hosts("aab"), 1) is None
-    assert "(2 of 1 rank, 1 of 2 ranks)" in why_not_sharded(topology_of_hosts("baac"), 2)
