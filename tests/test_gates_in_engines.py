@@ -10,7 +10,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import ds_fsmoe
@@ -126,8 +128,8 @@ def test_every_gate_trains_in_an_engine_by_its_name(ways: list[Way], tmp_path: P
     assert run_on_ranks(train_each, 2, tmp_path, ways) == [[], []]
 
 
-def train_in_every_way(rank: int, world_size: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Losses on one batch again and again, and what is warned of."""
+def differ_by_layout(rank: int, name: str) -> list[str]:
+    """Layouts whose losses, on one batch again and again, are not those of whole experts; and what is warned of."""
     said: list[str] = []
     convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
     gate = {"type": name} | {each: value for each, value in OPTIONS[name].items() if each != "causal"}
@@ -146,24 +148,12 @@ def train_in_every_way(rank: int, world_size: int, name: str) -> tuple[dict[str,
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(number))
         losses[way] = [one_micro_step(engine, model, 0, rank) for _ in range(3)]
         engine.destroy()
-    return losses, said
+    whole = losses["whole"]
+    assert whole[0] != whole[-1]
+    return [f"{way}: {each}, {whole}" for way, each in losses.items() if each != pytest.approx(whole, rel=2e-6)] + said
 
 
-@sampled("name", SLOTS_CHOOSE)
-def test_however_slots_choose_their_tokens_the_training_is_the_same_and_later_tokens_are_warned_of_once(
-    name: str, tmp_path: Path
-) -> None:
-    for of_rank, said in run_on_ranks(train_in_every_way, 2, tmp_path, name):
-        whole = of_rank.pop("whole")
-        assert whole[0] != whole[-1]
-        for way, losses in of_rank.items():
-            assert losses == pytest.approx(whole, rel=2e-6), way
-        (warning,) = said
-        assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
-        assert 'set "causal": false in fsmoe.gate' in warning
-
-
-def compare_with_no_tensor_parallelism(rank: int, world_size: int, name: str) -> list[str]:
+def differ_by_tensor_parallelism(rank: int, name: str) -> list[str]:
     case, block = Case(2, 0, "fp32"), {"gate": {"type": name} | OPTIONS[name]}
     begin(1)
     theirs = train(case, ds_fsmoe.initialize, degrees(1, 1, **block), 2, mpu=None, ep_rank=rank)
@@ -174,9 +164,16 @@ def compare_with_no_tensor_parallelism(rank: int, world_size: int, name: str) ->
     return differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
 
 
+def differ(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
+    return differ_by_layout(rank, name), differ_by_tensor_parallelism(rank, name)
+
+
 @sampled("name", SLOTS_CHOOSE)
-def test_tensor_parallel_ranks_share_the_slots_out(name: str, tmp_path: Path) -> None:
-    assert run_on_ranks(compare_with_no_tensor_parallelism, 2, tmp_path, name) == [[], []]
+def test_where_slots_choose_layouts_train_alike_and_later_tokens_are_warned_of_once(name: str, tmp_path: Path) -> None:
+    for (warning,), by_tensor_parallelism in run_on_ranks(differ, 2, tmp_path, name):
+        assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
+        assert 'set "causal": false in fsmoe.gate' in warning
+        assert by_tensor_parallelism == []
 
 
 # ---- a model's own gates
@@ -258,7 +255,7 @@ def test_gates_that_a_script_has_put_into_its_layers_keep_their_say(tmp_path: Pa
 # ---- the bias of deepseek
 
 
-def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def biases_follow_the_counts(rank: int, folder: str) -> dict[str, Any]:
     engine, model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
     gates = [moe.deepspeed_moe.gate for moe in model.moes]
     expected = [torch.zeros(4) for _ in gates]
@@ -301,19 +298,7 @@ def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[st
     return {"sums": sums, "right": right, "biases": biases, "loaded": loaded, "same": same}
 
 
-def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_are_saved(tmp_path: Path) -> None:
-    seen = run_on_ranks(biases_follow_the_counts, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
-    assert seen[0] == seen[1]
-    assert seen[0]["sums"] == [1, 2, 3]  # one sum for both layers, when a step has been taken
-    assert seen[0]["right"] == [True, True]
-    assert torch.tensor(seen[0]["biases"]).abs().max() > 0
-    assert seen[0]["loaded"] == [True, True]
-    assert seen[0]["same"]
-
-
-def biases_after_an_overflow(rank: int, world_size: int) -> tuple[int, float, float]:
-    from deepspeed.accelerator import get_accelerator
-
+def biases_after_an_overflow(rank: int) -> tuple[int, float, float]:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     scale = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
     engine, model = start(Case(ep_size=2, stage=1, dtype="fp16"), rank, DEEPSEEK, scale)
@@ -327,17 +312,51 @@ def biases_after_an_overflow(rank: int, world_size: int) -> tuple[int, float, fl
     return after_overflow[1], after_overflow[0], gate.balance_bias.abs().max().item()
 
 
-def test_a_step_that_overflowed_moves_no_bias(tmp_path: Path) -> None:
-    for skipped, after_overflow, after_a_step in run_on_ranks(biases_after_an_overflow, 2, tmp_path):
-        assert skipped == 1
-        assert after_overflow == 0.0
+def bad_input(rank: int) -> tuple[str, bool, bool]:
+    """The error of a rank, whether it goes on behind it, and whether it runs through where nothing is checked."""
+    ends = []
+    x_BLM, target_BLM = batch(2, rank, torch.float32)
+    if rank == 1:
+        x_BLM[1, 3, 5], x_BLM[2, 6, 0] = float("nan"), float("inf")
+    for is_checked in (True, False):
+        engine, model = start(Case(ep_size=2, stage=1), rank, DEEPSEEK, debug={"check_router": is_checked})
+        for step in range(2):
+            one_micro_step(engine, model, step, rank)
+        if is_checked:
+            with pytest.raises(RouterInputError) as caught:
+                engine(x_BLM, target_BLM)
+            # Nobody is waiting in an all-to-all: all ranks meet here, and go on together.
+            engine.eval()
+            ends.append(bool(engine(*batch(3, rank, torch.float32))[0].isfinite()))
+        else:
+            ends.append(bool(engine(x_BLM, target_BLM)[0].isnan()))
+    return str(caught.value), *ends
+
+
+def in_engines(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
+    return biases_follow_the_counts(rank, folder), bad_input(rank), biases_after_an_overflow(rank)
+
+
+def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_bad_input_stops_all(tmp_path: Path) -> None:
+    of_ranks = run_on_ranks(in_engines, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
+    counts, bad, overflow = zip(*of_ranks, strict=True)
+    assert counts[0] == counts[1]
+    assert counts[0]["sums"] == [1, 2, 3]  # one sum for both layers, when a step has been taken
+    assert counts[0]["right"] == counts[0]["loaded"] == [True, True]
+    assert torch.tensor(counts[0]["biases"]).abs().max() > 0
+    assert counts[0]["same"]
+    # The same error on all ranks names layer, step and rank; without the check nothing hangs.
+    (said, goes_on, _), (also_said, also_goes_on, runs_through) = bad
+    assert said == also_said
+    assert said.startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); check")
+    assert (goes_on, also_goes_on, runs_through) == (True, True, True)
+    # A step that overflowed moves no bias.
+    for skipped, after_overflow, after_a_step in overflow:
+        assert (skipped, after_overflow) == (1, 0.0)
         assert after_a_step == pytest.approx(0.05)
 
 
 def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list[int]]:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
     deepspeed.init_distributed("gloo")
     made = [WithExperts(i, rank % 2) for i in range(2)]
     layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
@@ -358,46 +377,10 @@ def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list
 def test_in_a_pipeline_of_stages_a_bias_moves_by_the_counts_of_its_stage(tmp_path: Path) -> None:
     seen = run_on_ranks(biases_of_stages, 4, tmp_path)
     for stage in (0, 1):
-        of_stage = [(biases, torch.tensor(counts)) for at, biases, counts in seen if at == stage]
-        assert len(of_stage) == 2
-        total_E = sum(counts for _, counts in of_stage)
+        biases, counts = zip(*((biases, counts) for at, biases, counts in seen if at == stage), strict=True)
+        total_E = torch.tensor(counts).sum(dim=0)
         assert total_E.sum() == 2 * 2 * 2 * BATCH * LENGTH  # ranks, micro batches, choices
         expected_E = -0.05 * (4 * total_E - total_E.sum()).sign()
         assert expected_E.abs().max() > 0
-        for biases, _ in of_stage:
-            assert biases == pytest.approx(expected_E.tolist())
-
-
-def bad_input(rank: int, world_size: int) -> tuple[str, int]:
-    engine, model = start(Case(ep_size=2, stage=1), rank, DEEPSEEK, debug={"check_router": True})
-    for step in range(2):
-        one_micro_step(engine, model, step, rank)
-    x_BLM, target_BLM = batch(2, rank, torch.float32)
-    if rank == 1:
-        x_BLM[1, 3, 5], x_BLM[2, 6, 0] = float("nan"), float("inf")
-    with pytest.raises(RouterInputError) as caught:
-        engine(x_BLM, target_BLM)
-    # Nobody is waiting in an all-to-all: all ranks meet here, and go on together.
-    engine.eval()
-    loss, _ = engine(*batch(3, rank, torch.float32))
-    return str(caught.value), int(loss.isfinite())
-
-
-def test_bad_input_of_a_router_stops_all_ranks_and_names_layer_step_and_rank(tmp_path: Path) -> None:
-    first, second = run_on_ranks(bad_input, 2, tmp_path)
-    assert first == second
-    assert first[0].startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); check")
-    assert first[1] == 1
-
-
-def unchecked(rank: int, world_size: int) -> bool:
-    engine, _ = start(Case(ep_size=2, stage=1), rank, DEEPSEEK)
-    x_BLM, target_BLM = batch(2, rank, torch.float32)
-    if rank == 1:
-        x_BLM[1, 3, 5] = float("nan")
-    loss, _ = engine(x_BLM, target_BLM)
-    return bool(loss.isnan())
-
-
-def test_without_the_check_bad_input_runs_through_and_nothing_hangs(tmp_path: Path) -> None:
-    assert run_on_ranks(unchecked, 2, tmp_path)[1]
+        assert len(biases) == 2
+        assert all(each == pytest.approx(expected_E.tolist()) for each in biases)

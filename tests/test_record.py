@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import ds_fsmoe
 from ds_fsmoe.files.runs import NoRunError, Run, read_run
 from ds_fsmoe.files.traces import read_trace
 from ds_fsmoe.offline.report.comparison import losses_of, pair, times_of
@@ -22,23 +21,25 @@ from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
 STEPS = 8
+NAMES = ("stock", "ours")
 
 
-def train(rank: int, world_size: int, folder: str, enabled: bool) -> tuple[list[float], str, int]:
-    """Losses of rank 0's steps, the class of the engine, and the step at which the job ended."""
-    import ds_fsmoe
-
-    case = Case(2, 1, "fp32", 2, 2)
+def start(case: Case, rank: int, block: dict[str, Any], **config: Any) -> Any:
     model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True} | block, **config)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def train(rank: int, folder: str, name: str) -> tuple[list[float], str, int]:
+    """Losses of rank 0's steps, the class of the engine, and the step at which the job ended."""
     block = {
-        "enabled": enabled,
+        "enabled": name == "ours",
         "metrics_every": 3,
-        "record": {"dir": folder, "stop_after": STEPS},
+        "record": {"dir": str(Path(folder, name)), "stop_after": STEPS},
         "trace": {"enabled": True, "start_step": STEPS - 3, "num_steps": 2},
         "pipeline_degree": {"forward": 2, "backward": 2},
     }
-    config = case.ds_config(fsmoe=block)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = start(Case(2, 1, "fp32", 2, 2), rank, block)
     losses: list[float] = []
     with suppress(SystemExit):
         for step in range(STEPS + 5):
@@ -54,7 +55,13 @@ def train(rank: int, world_size: int, folder: str, enabled: bool) -> tuple[list[
             engine.eval()
             engine(*batch(77, rank, torch.float32))
             engine.train()
-    return losses, type(engine).__name__, engine.global_steps
+    ended_at = engine.global_steps
+    engine.destroy()
+    return losses, type(engine).__name__, ended_at
+
+
+def train_both(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    return {name: train(rank, folder, name) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -63,30 +70,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path) -> Iterator[dict[str, Any]]:
-    return {
-        name: run_on_ranks(train, 2, folder / f"ranks_{name}", str(folder / name), name == "ours")
-        for name in ("stock", "ours")
-    }
+def trained(folder: Path) -> list[dict[str, Any]]:
+    """Of each rank."""
+    return run_on_ranks(train_both, 2, folder / "ranks", str(folder))
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, trained: dict[str, Any]) -> dict[str, Run]:
-    return {name: read_run(folder / name) for name in trained}
+def runs(folder: Path, trained: list[dict[str, Any]]) -> dict[str, Run]:
+    return {name: read_run(folder / name) for name in NAMES}
 
 
-def test_both_engines_are_recorded_alike_with_what_they_trained(trained: dict[str, Any], runs: dict[str, Run]) -> None:
-    assert {name: each[0][1] for name, each in trained.items()} == {"stock": "DeepSpeedEngine", "ours": "FSMoEEngine"}
+def test_both_engines_are_recorded_alike_with_what_they_trained(
+    trained: list[dict[str, Any]], runs: dict[str, Run]
+) -> None:
+    assert [trained[0][name][1] for name in NAMES] == ["DeepSpeedEngine", "FSMoEEngine"]
     for name, run in runs.items():
         # A job ends after so many steps on every rank.
-        assert [each[2] for each in trained[name]] == [STEPS, STEPS]
+        assert [each[name][2] for each in trained] == [STEPS, STEPS]
         assert "ended" in run.facts
         assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
-        assert [row["loss"] for row in run.steps] == pytest.approx(trained[name][0][0])
+        assert [row["loss"] for row in run.steps] == pytest.approx(trained[0][name][0])
         assert not run.problems
         for row in run.steps:
-            parts_ms = row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"]
-            assert 0 < parts_ms < row["step_ms"]
+            assert 0 < row["forward_ms"] + row["backward_ms"] + row["optimizer_ms"] < row["step_ms"]
             # Two micro batches of three samples of seven tokens.
             assert row["tokens_of_rank"] == 2 * 3 * 7
             assert 0 < row["memory_bytes"] <= row["memory_peak_bytes"]
@@ -96,9 +102,6 @@ def test_both_engines_are_recorded_alike_with_what_they_trained(trained: dict[st
         assert run.facts["config"]["fsmoe"]["enabled"] == (name == "ours")
         assert run.facts["config"]["train_micro_batch_size_per_gpu"]
         assert list(run.facts["layers"]) == ["L00", "L01"]
-
-
-def test_losses_of_stock_and_ours_agree(runs: dict[str, Run]) -> None:
     stock, ours = pair([runs["ours"], runs["stock"]])
     assert (stock.name, ours.name) == ("stock DeepSpeed", "ds_fsmoe, best")
     found = losses_of(stock, ours)
@@ -114,36 +117,9 @@ def test_times_leave_out_what_is_slow_at_first(runs: dict[str, Run]) -> None:
     assert times_of(runs["ours"]).num_steps == STEPS - max(3, settled)
 
 
-def test_stock_is_traced_in_the_form_of_ours(folder: Path, runs: dict[str, Run]) -> None:
-    for name in ("stock", "ours"):
-        traces = {rank: read_trace(folder / name / "trace" / f"rank{rank}.json") for rank in range(2)}
-        for trace in traces.values():
-            about = trace["otherData"]
-            assert about["complete"]
-            assert about["steps"] == [STEPS - 3, STEPS - 2]
-        found = phases(traces)
-        # Two layers, two steps, two micro batches, both directions; no evaluation.
-        of_layers = [each for each in found if each.key.label.startswith("L")]
-        assert len(of_layers) == 2 * 2 * 2 * 2
-        for each in of_layers:
-            kinds = set(_kinds(traces, each.key.label))
-            assert {"A2A_IN", "A2A_OUT"} <= kinds
-            assert {segment.what for segment in each.path} <= kinds | {BETWEEN}
-            assert each.ms > 0
-        if name == "stock":
-            order = [each.key.label for each in found if each.key.step == STEPS - 3]
-            of_layers = [label for label in order if label.startswith("L")]
-            assert of_layers == ["L00/fwd", "L01/fwd", "L01/bwd", "L00/bwd"] * 2
-            assert "gradients/bwd" in order
-
-
-def _kinds(traces: dict[int, Any], label: str) -> list[str]:
-    layer, phase = label.split("/")
-    events = (each for each in traces[0]["traceEvents"] if each.get("ph") == "X")
-    return [each["args"]["kind"] for each in events if (each["args"]["layer"], each["args"]["phase"]) == (layer, phase)]
-
-
-def test_routers_are_recorded_at_their_steps(runs: dict[str, Run]) -> None:
+def test_plans_and_routers_are_recorded_at_their_steps(runs: dict[str, Run]) -> None:
+    planned = [(each["layer"], each["phase"], each["degree"]) for each in runs["ours"].plans["layers"]]
+    assert planned == [(layer, phase, 2) for layer in ("L00", "L01") for phase in ("forward", "backward")]
     assert [row["step"] for row in runs["ours"].routers] == [3, 6]
     for row in runs["ours"].routers:
         # Two ranks, two micro batches, three samples of seven tokens, two choices.
@@ -151,29 +127,26 @@ def test_routers_are_recorded_at_their_steps(runs: dict[str, Run]) -> None:
     assert not runs["stock"].routers
 
 
-def test_plans_are_recorded(runs: dict[str, Run]) -> None:
-    layers = runs["ours"].plans["layers"]
-    assert [(each["layer"], each["phase"], each["degree"]) for each in layers] == [
-        ("L00", "forward", 2),
-        ("L00", "backward", 2),
-        ("L01", "forward", 2),
-        ("L01", "backward", 2),
-    ]
-
-
-def test_a_run_that_was_killed_is_read_as_far_as_it_goes(folder: Path, runs: dict[str, Run], tmp_path: Path) -> None:
-    facts = json.loads((folder / "ours" / "run.json").read_text())
-    del facts["ended"]
-    (tmp_path / "run.json").write_text(json.dumps(facts))
-    text = (folder / "ours" / "steps.jsonl").read_text()
-    (tmp_path / "steps.jsonl").write_text(text[:-20])
-    (tmp_path / "plans.json").write_text("{half")
-    run = read_run(tmp_path)
-    assert len(run.steps) == STEPS - 1
-    said = "\n".join(run.problems)
-    assert f"1 of {STEPS} lines cannot be read" in said
-    assert "plans.json cannot be read" in said
-    assert "goes on, or was killed" in said
+def test_stock_is_traced_in_the_form_of_ours(folder: Path, runs: dict[str, Run]) -> None:
+    for name in NAMES:
+        traces = {rank: read_trace(folder / name / "trace" / f"rank{rank}.json") for rank in range(2)}
+        for trace in traces.values():
+            assert trace["otherData"]["complete"]
+            assert trace["otherData"]["steps"] == [STEPS - 3, STEPS - 2]
+        tasks = [each["args"] for each in traces[0]["traceEvents"] if each.get("ph") == "X"]
+        found = phases(traces)
+        # Two layers, two steps, two micro batches, both directions; no evaluation.
+        of_layers = [each for each in found if each.key.label.startswith("L")]
+        assert len(of_layers) == 2 * 2 * 2 * 2
+        for each in of_layers:
+            kinds = {task["kind"] for task in tasks if f"{task['layer']}/{task['phase']}" == each.key.label}
+            assert {"A2A_IN", "A2A_OUT"} <= kinds
+            assert {segment.what for segment in each.path} <= kinds | {BETWEEN}
+            assert each.ms > 0
+        if name == "stock":
+            order = [each.key.label for each in found if each.key.step == STEPS - 3]
+            assert [each for each in order if each[0] == "L"] == ["L00/fwd", "L01/fwd", "L01/bwd", "L00/bwd"] * 2
+            assert "gradients/bwd" in order
 
 
 def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
@@ -189,13 +162,10 @@ def test_a_folder_without_a_run_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def resume(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int], str]:
-    """Steps recorded and traced by a run that begins at step 100, and fails."""
-    import ds_fsmoe
-
-    model = SmallModel(Case(2), rank)
-    block = {"enabled": True, "record": {"dir": folder}, "trace": {"enabled": True, "start_step": 101, "num_steps": 2}}
-    parameters = list(model.parameters())
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=parameters, config=Case(2).ds_config(fsmoe=block))
+    """Steps recorded and traced by a run that begins at step 100, and fails. Rank 0 alone has a monitor."""
+    block = {"record": {"dir": folder}, "trace": {"enabled": True, "start_step": 101, "num_steps": 2}}
+    monitor = {"enabled": rank == 0, "output_path": folder, "job_name": "job"}
+    engine = start(Case(2), rank, block | {"metrics_every": 1}, csv_monitor=monitor)
     engine.global_steps = 100  # as a checkpoint would have it
     for step in range(5):
         loss, _ = engine(*batch(step, rank, torch.float32))
@@ -215,42 +185,8 @@ def test_a_run_that_was_resumed_and_failed_is_counted_from_its_own_first_step(tm
     assert steps == [101, 102, 103, 104, 105]
     assert traced == traced_by_other == [101, 102]
     assert said == "the run has failed, and what is here is shown: RuntimeError: out of memory"
-
-
-def with_monitor_on_rank_0(rank: int, world_size: int, folder: str) -> bool:
-    import ds_fsmoe
-
-    model = SmallModel(Case(2), rank)
-    block = {"enabled": True, "metrics_every": 1}
-    monitor = {"enabled": rank == 0, "output_path": folder, "job_name": "job"}
-    config = Case(2).ds_config(fsmoe=block, csv_monitor=monitor)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    for step in range(2):
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-    engine.destroy()
-    return (Path(folder) / "job" / "fsmoe_expert_tokens_mean.csv").exists()
-
-
-def test_a_monitor_on_one_rank_alone_leaves_nobody_waiting(tmp_path: Path) -> None:
-    assert run_on_ranks(with_monitor_on_rank_0, 2, tmp_path / "ranks", str(tmp_path))[0]
-
-
-def unwritable(rank: int, world_size: int, folder: str) -> str:
-    import ds_fsmoe
-
-    model = SmallModel(Case(2), rank)
-    config = Case(2).ds_config(fsmoe={"enabled": True, "record": {"dir": folder}})
-    with pytest.raises(ds_fsmoe.ConfigError) as caught:
-        ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    return str(caught.value)
-
-
-def test_a_folder_that_cannot_be_written_to_stops_every_rank(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for said in run_on_ranks(unwritable, 2, tmp_path / "ranks", str(tmp_path / "file" / "run")):
-        assert said.startswith("fsmoe.record.dir = ")
+    # A monitor on one rank alone leaves nobody waiting.
+    assert (tmp_path / "run" / "job" / "fsmoe_expert_tokens_mean.csv").exists()
 
 
 def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.files.runs import COMPARISON, FACTS, PLANNED, ROUTER, RUN, STEPS, check_run_folder, clear_run, read_run
+import ds_fsmoe
+from ds_fsmoe.config.reading import ConfigError
+from ds_fsmoe.files.runs import COMPARISON, PLANNED, ROUTER, RUN, STEPS, check_run_folder, clear_run, read_run
 from ds_fsmoe.files.traces import _ABOUT
 from ds_fsmoe.files.whole_files import OF_RECORD, OF_ROUTING, Ownership, owner_of
 from ds_fsmoe.routes.written import parts_of
@@ -31,8 +33,6 @@ def write_mine(folder: Path) -> None:
 
 
 def engine_of(rank: int, **block: Any) -> Any:
-    import ds_fsmoe
-
     case = Case(min(2, dist.get_world_size()), 1)
     model = SmallModel(case, rank)
     config = case.ds_config(fsmoe={"autotune": False, **block})
@@ -47,8 +47,6 @@ def train(engine: Any, rank: int, steps: int = 2) -> None:
 
 
 def refusal_of(rank: int, **block: Any) -> str:
-    from ds_fsmoe.config.reading import ConfigError
-
     try:
         engine_of(rank, **block)
     except ConfigError as error:
@@ -65,6 +63,7 @@ def refused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     for enabled in (True, False):
         said[f"owned record, {enabled}"] = refusal_of(rank, enabled=enabled, record=record)
         said[f"mine, {enabled}"] = refusal_of(rank, enabled=enabled, record={"dir": str(root / "mine")})
+        said[f"no folder, {enabled}"] = refusal_of(rank, enabled=enabled, record={"dir": str(root / "file" / "run")})
         said[f"trace, {enabled}"] = refusal_of(rank, enabled=enabled, trace=trace)
     said["owned routes"] = refusal_of(rank, enabled=True, routing=routes)
     # The same process may go on, in folders that are nobody's.
@@ -101,8 +100,9 @@ def test_a_folder_that_cannot_be_taken_is_refused_on_every_rank_and_stays_as_it_
     enabled: bool, outcome: tuple[Path, list[dict[str, Any]]]
 ) -> None:
     folder, (one, other) = outcome
-    for what in (f"owned record, {enabled}", "owned routes", f"mine, {enabled}"):
+    for what in (f"owned record, {enabled}", "owned routes", f"mine, {enabled}", f"no folder, {enabled}"):
         assert one[what] == other[what]
+    assert one[f"no folder, {enabled}"].startswith("fsmoe.record.dir = ")
     # Another job records there.
     assert f'fsmoe.record.dir = "{folder / "record"}": process {os.getpid()} on' in one[f"owned record, {enabled}"]
     assert not (folder / "record" / RUN).exists()
@@ -185,12 +185,8 @@ MANY = 1000
     ("shape", "value"),
     [
         (PLANNED, {"hints": [0] * MANY}),
-        (PLANNED, {"choices": [{}] * MANY}),
         (PLANNED, {"trials": [[{}] * MANY] * 2}),
-        (PLANNED, {"trials": [0] * MANY}),
         (PLANNED, {"fits": [{"sizes": ["x"] * MANY}] * MANY}),
-        (PLANNED, {"chosen": dict.fromkeys(map(str, range(MANY)), 0)}),
-        (FACTS, {"command": [0] * MANY}),
         (COMPARISON, {"busy": dict.fromkeys(map(str, range(MANY)), "x")}),
         (ROUTER, {"layers": {str(each): {"tokens_E": ["x"] * MANY} for each in range(MANY)}}),
         (_ABOUT, {"peers": {str(each): {"a": [-1] * MANY} for each in range(MANY)}}),

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.files.runs import Run, read_run
+from ds_fsmoe.files.runs import read_run
 from ds_fsmoe.files.traces import read_trace
 from tests.built_ops import build_ops
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, WIDTH, batch, loss_of, model_of
@@ -23,9 +23,10 @@ from tests.scripts import ROOT
 from tests.test_flops_profiler import macs_of
 from tests.test_hugging_face import ds_config, engine_of
 
-FAMILIES = (*draw("families that are watched", ["mixtral", "qwen3_moe"], 1), "olmoe")
+# Family, stage of ZeRO, and whether its activations are checkpointed.
+WATCHED = [("mixtral", 2, False), ("qwen3_moe", 3, False), ("olmoe", 2, True), ("olmoe", 3, True)]
+WAYS = ("ours", "stock")
 STEPS, ACCUMULATION, LENGTH, PROFILED = 7, 2, 16, 2
-TOKENS = ACCUMULATION * LENGTH
 
 
 def watched(folder: Path, stage: int, enabled: bool) -> dict[str, Any]:
@@ -39,13 +40,11 @@ def watched(folder: Path, stage: int, enabled: bool) -> dict[str, Any]:
     return config
 
 
-def losses_of(
-    family: str, rank: int, config: dict[str, Any], checkpoints: bool, rows: list[int] | None = None
-) -> list[float]:
+def losses_of(family: str, rank: int, config: dict[str, Any], checkpoints: bool, rows: list[int]) -> list[float]:
     """Train, with an evaluation after each step, and return the losses of this rank.
 
     Args:
-        rows: a list to be filled with the choices of this rank for experts of rank 0, of each forward of a layer.
+        rows: is filled with the choices of this rank for experts of rank 0, of each forward of a layer of ours.
     """
     model = model_of(family)
     if not config["fsmoe"]["enabled"]:
@@ -54,7 +53,7 @@ def losses_of(
     engine = engine_of(model, config | {"gradient_accumulation_steps": ACCUMULATION})
     if checkpoints:
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for each in engine.module.modules() if rows is not None else ():
+    for each in engine.module.modules():
         if hasattr(type(each), "local_experts"):
             each.register_forward_pre_hook(lambda _, args: rows.append(int((args[1] < NUM_EXPERTS // 2).sum())))
     found = []
@@ -70,99 +69,79 @@ def losses_of(
     return found
 
 
-def trained(rank: int, world_size: int, folder: str, stage: int) -> dict[str, dict[str, Any]]:
-    found = {}
-    for family in FAMILIES:
-        into = Path(folder, family)
-        ways = {
-            "plain": ds_config(stage, num_chunks=2, metrics="off"),
-            "ours": watched(into / "ours", stage, True),
-            "stock": watched(into / "stock", stage, False),
-        }
-        rows: list[int] = []
-        found[family] = {
-            way: losses_of(family, rank, config, family == "olmoe", rows if way == "ours" else None)
-            for way, config in ways.items()
-        }
-        found[family]["rows"] = rows
+def trained(rank: int, world_size: int, folder: str, family: str, stage: int, checkpoints: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"rows": []}
+    for way in ("plain", *WAYS):
+        config = ds_config(stage, num_chunks=2, metrics="off")
+        config = config if way == "plain" else watched(Path(folder, way), stage, way == "ours")
+        found[way] = losses_of(family, rank, config, checkpoints, found["rows"] if way == "ours" else [])
     return found
 
 
-@pytest.fixture(scope="module", params=draw("stage of trainings that are watched", [2, 3], 1))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    folder = tmp_path_factory.mktemp(f"stage{request.param}")
-    return folder, run_on_ranks(trained, 2, folder / "ranks", str(folder), request.param)
+@pytest.fixture(scope="module")
+def of_ranks(folder: Path) -> list[dict[str, Any]]:
+    (today,) = draw("trainings that are watched", WATCHED, 1)
+    return run_on_ranks(trained, 2, folder / "ranks", str(folder), *today)
 
 
-def run_of(folder: Path, family: str, way: str) -> Run:
-    return read_run(folder / family / way / "run")
-
-
-@pytest.mark.long
-def test_losses_are_those_of_a_run_that_nobody_watches(case: tuple[Path, list[Any]]) -> None:
-    for of_rank in case[1]:
-        for family in FAMILIES:
-            assert of_rank[family]["ours"] == of_rank[family]["plain"]
-            assert of_rank[family]["stock"] == pytest.approx(of_rank[family]["plain"], rel=1e-4)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("watched")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["ours", "stock"])
-def test_every_step_is_recorded_with_its_loss_and_the_tokens_that_came(case: tuple[Path, list[Any]], way: str) -> None:
-    for family in FAMILIES:
-        run, losses = run_of(case[0], family, way), case[1][0][family][way]
+def test_losses_are_those_of_a_run_that_nobody_watches_and_recorded_with_the_tokens_that_came(
+    folder: Path, of_ranks: list[dict[str, Any]]
+) -> None:
+    for each in of_ranks:
+        assert each["ours"] == each["plain"]
+        assert each["stock"] == pytest.approx(each["plain"], rel=1e-4)
+    for way in WAYS:
+        run, losses = read_run(folder / way / "run"), of_ranks[0][way]
+        assert not run.problems
         assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
         # Neither evaluations nor what is computed again in a backward.
-        assert [row["tokens_of_rank"] for row in run.steps] == STEPS * [TOKENS]
+        assert [row["tokens_of_rank"] for row in run.steps] == STEPS * [ACCUMULATION * LENGTH]
         means = [sum(losses[at : at + ACCUMULATION]) / ACCUMULATION for at in range(0, len(losses), ACCUMULATION)]
         assert [row["loss"] for row in run.steps] == pytest.approx(means)
-        assert not run.problems
-        layers = run.facts["layers"].values()
-        assert [each["experts"] for each in layers] == [NUM_EXPERTS, NUM_EXPERTS]
-        assert {each["ep_size"] for each in layers} == {2 if way == "ours" else 1}
+        layers = [(each["experts"], each["ep_size"]) for each in run.facts["layers"].values()]
+        assert layers == 2 * [(NUM_EXPERTS, 2 if way == "ours" else 1)]
 
 
 @pytest.mark.long
-def test_there_is_a_page_and_a_comparison_of_both_runs(
-    case: tuple[Path, list[Any]], capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_there_are_traces_with_the_tasks_of_the_experts_and_a_page_and_a_comparison_of_both_runs(
+    folder: Path, of_ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for family in FAMILIES:
-        stock, ours = (case[0] / family / way / "run" for way in ("stock", "ours"))
-        for run in (stock, ours):
-            assert main(["report", str(run)]) == 0
-            assert "<html" in (run / "report.html").read_text("utf-8")
-        capsys.readouterr()
-        # Too few steps to say more than what both lost.
-        assert main(["compare", "--recorded", str(stock), str(ours)]) == 0
-        assert "losses" in capsys.readouterr().out
+    stock, ours = (folder / way / "run" for way in ("stock", "ours"))
+    for rank in range(2):
+        trace = read_trace(ours / "trace" / f"rank{rank}.json")
+        assert (trace["otherData"]["complete"], trace["otherData"]["steps"]) == (True, [1, 2])
+        names = {each["name"] for each in trace["traceEvents"]}
+        assert names >= {f"fsmoe/{layer}/fwd/EXPERT/chunk1" for layer in ("L00", "L01")}
+        assert read_trace(stock / "trace" / f"rank{rank}.json")["otherData"]["stock"]
+    for run in (stock, ours):
+        assert main(["report", str(run)]) == 0
+        assert "<html" in (run / "report.html").read_text("utf-8")
+    capsys.readouterr()
+    # Too few steps to say more than what both lost.
+    assert main(["compare", "--recorded", str(stock), str(ours)]) == 0
+    assert "losses" in capsys.readouterr().out
 
 
 @pytest.mark.long
-def test_traces_have_the_tasks_of_the_experts(case: tuple[Path, list[Any]]) -> None:
-    for family in FAMILIES:
-        for rank in range(2):
-            trace = read_trace(case[0] / family / "ours" / "run" / "trace" / f"rank{rank}.json")
-            assert trace["otherData"]["complete"]
-            assert trace["otherData"]["steps"] == [1, 2]
-            names = {each["name"] for each in trace["traceEvents"]}
-            for layer in ("L00", "L01"):
-                assert f"fsmoe/{layer}/fwd/EXPERT/chunk1" in names
-            assert read_trace(case[0] / family / "stock" / "run" / "trace" / f"rank{rank}.json")["otherData"]["stock"]
-
-
-@pytest.mark.long
-def test_deepspeeds_flops_profiler_counts_the_products_of_the_experts(case: tuple[Path, list[Any]]) -> None:
-    for family in FAMILIES:
-        stock, ours = (macs_of(case[0] / family / way / "flops.txt") for way in ("stock", "ours"))
-        of_choice = 3 * WIDTH * 24
-        of_layers = 2 * LENGTH * NUM_CHOICES * of_choice
-        assert stock > of_layers
-        # The last forward in training of the step; an evaluation follows each one, of two layers as well, and what is
-        # computed again in the backward comes in between.
-        size = 6 if family == "olmoe" else 4
-        last = [each[family]["rows"][: -(STEPS - PROFILED - 1) * ACCUMULATION * size] for each in case[1]]
-        computed = sum(sum(of_rank[-size : len(of_rank) - size + 2]) for of_rank in last)
-        assert ours == pytest.approx(stock - of_layers + computed * of_choice, rel=1e-3)
+def test_deepspeeds_flops_profiler_counts_the_products_of_the_experts(
+    folder: Path, of_ranks: list[dict[str, Any]]
+) -> None:
+    stock, ours = (macs_of(folder / way / "flops.txt") for way in ("stock", "ours"))
+    of_choice = 3 * WIDTH * 24
+    of_layers = 2 * LENGTH * NUM_CHOICES * of_choice
+    assert stock > of_layers
+    # The last forward in training of the step; an evaluation follows each one, of two layers as well, and what is
+    # computed again in the backward may come in between.
+    size = len(of_ranks[0]["rows"]) // (STEPS * ACCUMULATION)
+    last = [each["rows"][: -(STEPS - PROFILED - 1) * ACCUMULATION * size] for each in of_ranks]
+    computed = sum(sum(of_rank[-size : len(of_rank) - size + 2]) for of_rank in last)
+    assert ours == pytest.approx(stock - of_layers + computed * of_choice, rel=1e-3)
 
 
 @pytest.mark.daily("a plain loop compared with itself", 1)
