@@ -29,11 +29,6 @@ def assert_same_routing(ours: Routing, stocks: Routing) -> None:
         assert torch.equal(getattr(ours, name), getattr(stocks, name)), name
 
 
-def gradients_of(routing: Routing, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    factor_KS = torch.linspace(-1.7, 2.3, routing.weights_KS.numel()).reshape(routing.weights_KS.shape)
-    return torch.autograd.grad((routing.weights_KS * factor_KS).sum() + 0.01 * routing.aux_loss, tensors)
-
-
 AXES = (
     (1, 2, 3, 5),
     (None, "Jitter", "RSample"),
@@ -84,10 +79,12 @@ def test_top_k_equals_stock_number_for_number(
         ours = gate(x_SM)
         assert_same_routing(ours, stocks)
         assert torch.equal(torch.get_rng_state(), stocks_random_state)
-        ours_and_stocks = zip(
-            gradients_of(ours, x_SM, gate.wg.weight), gradients_of(stocks, x_SM, stock.wg.weight), strict=True
-        )
-        for our_gradient, stocks_gradient in ours_and_stocks:
+        factor_KS = torch.linspace(-1.7, 2.3, ours.weights_KS.numel()).reshape(ours.weights_KS.shape)
+        gradients = [
+            torch.autograd.grad((routing.weights_KS * factor_KS).sum() + 0.01 * routing.aux_loss, (x_SM, weight))
+            for routing, weight in ((ours, gate.wg.weight), (stocks, stock.wg.weight))
+        ]
+        for our_gradient, stocks_gradient in zip(*gradients, strict=True):
             assert stocks_gradient.abs().max() > 0
             assert torch.equal(our_gradient, stocks_gradient)
 
@@ -103,29 +100,19 @@ def test_dropping_by_position_equals_stocks_function(k: int) -> None:
     assert_same_routing(ours, stocks)
 
 
-def test_unused_tokens_are_masked_as_in_stocks_top_1() -> None:
-    gate = LinearGate(k=1, capacity_factor=0.6, min_capacity=2)
-    gate.build(13, 5)
-    stock = TopKGate(13, 5, k=1, capacity_factor=0.6, min_capacity=2)
-    stock.load_state_dict(gate.state_dict())
-    x_SM = torch.randn(23, 13, generator=torch.Generator().manual_seed(0))
-    used_S = torch.arange(23) % 4 > 0
-    torch.manual_seed(5)
-    stocks = stock_as_routing(stock(x_SM, used_S.long(), True))
-    torch.manual_seed(5)
-    assert_same_routing(gate(x_SM, used_S), stocks)
-
-
 @pytest.mark.parametrize("k", [1, 2, 3])
-def test_under_autocast_the_gate_is_still_stocks(k: int) -> None:
-    stock, gate = TopKGate(13, 6, k=k, capacity_factor=3.0), LinearGate(k=k, capacity_factor=3.0)
-    gate.build(13, 6)
-    gate.load_state_dict(stock.state_dict())
-    x_SM, found = torch.randn(47, 13, generator=torch.Generator().manual_seed(0)), []
-    for each in (stock, gate):
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(stock_as_routing(each(x_SM, None, True)) if each is stock else each(x_SM))
-    # Rounded scores may be equal, and which of two equal ones is first is left to each.
-    for name in ("weights_KS", "aux_loss", "counts_E"):
-        assert torch.equal(getattr(found[0], name), getattr(found[1], name)), name
+def test_under_autocast_and_with_a_mask_for_top_1_the_gate_is_still_stocks(k: int) -> None:
+    x_SM, used_S = torch.randn(47, 13, generator=torch.Generator().manual_seed(0)), torch.arange(47) % 4 > 0
+    for is_cast, mask_S, factor in ((True, None, 3.0), (False, used_S, 0.6))[: 1 + (k == 1)]:
+        options = {"k": k, "capacity_factor": factor, "min_capacity": 2}
+        stock, gate = TopKGate(13, 6, **options), LinearGate(**options)
+        gate.build(13, 6)
+        gate.load_state_dict(stock.state_dict())
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            torch.manual_seed(1)
+            stocks = stock_as_routing(stock(x_SM, None if mask_S is None else mask_S.long(), True))
+            torch.manual_seed(1)
+            ours = gate(x_SM, mask_S)
+        # Rounded scores may be equal, and which of two equal ones is first is left to each.
+        for name in ("weights_KS", "aux_loss", "counts_E") if is_cast else ("weights_KS", "slots_KS", "counts_E"):
+            assert torch.equal(getattr(ours, name), getattr(stocks, name)), name

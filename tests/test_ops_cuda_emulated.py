@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from ds_fsmoe.execution.row_sizes import TokenChunks  # noqa: E402
-from ds_fsmoe.layer.row_routing import segments_with_queues  # noqa: E402
 from ds_fsmoe.ops import reference  # noqa: E402
 from tests.covering import covering  # noqa: E402
 from tests.emulated_kernels import (  # noqa: E402
     CHECKED,
     DTYPES,
     PRIORITIES,
-    SANITIZED_STATUS,
     Behind,
     Kernels,
     build,
@@ -36,8 +32,8 @@ pytestmark = pytest.mark.long
 
 # (S, M, K, N); widths that go in vectors of 16 bytes and others, and more than one round of the block's threads.
 SHAPES_SMKN = [(1, 1, 1, 1), (7, 16, 2, 29), (11, 67, 5, 17), (3, 1064, 3, 7), (3, 2113, 1, 5), (5, 8, 3, 3)]
-# Nothing at all of one kind; then there are no gradients to ask the kernels for.
-EMPTY_SMKN = [(0, 5, 2, 7), (5, 7, 3, 0), (5, 0, 1, 3), (5, 8, 0, 3)]
+# Nothing at all of one kind.
+SHAPES_SMKN += [(0, 5, 2, 7), (5, 7, 3, 0), (5, 0, 1, 3), (5, 8, 0, 3)]
 # (S, E, k, C); more than one tile of 256 tokens, more experts than a warp has lanes, k = E.
 SHAPES_SEkC = [(1, 1, 1, 1), (13, 3, 2, 3), (300, 7, 2, 37), (263, 67, 3, 5), (17, 37, 37, 7), (523, 3, 3, 523)]
 
@@ -61,10 +57,12 @@ def test_rows_are_arranged_and_restored_as_by_the_reference(shape_SMKN, dtype, o
         expected_SM = reference.restore(y_NM, slots_KS, weights, out_dtype, by_slot)
         found_SM = kernels.restore(y_NM, slots_KS, weights, out_dtype, by_slot=by_slot)
         assert_same_bits(found_SM, expected_SM.detach())
+    if 0 in shape_SMKN and num_slots:  # then the bindings return zeros
+        return
     expected_SM.backward(d_out_SM)
     dy_NM, d_weights_KS = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS)
     assert_same_bits(dy_NM, y_NM.grad)
-    largest = float(d_out_SM.double().abs().sum(1).max() * y_NM.detach().double().abs().max())
+    largest = float(d_out_SM.double().abs().sum(1).max() * y_NM.detach().double().abs().max()) if num_slots else 0.0
     torch.testing.assert_close(d_weights_KS, weights_KS.grad, rtol=0, atol=1e-6 * largest)
 
 
@@ -85,22 +83,6 @@ def test_weights_are_read_where_they_lie_and_their_gradients_lie_there_too(layou
         expected = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS.contiguous())
         assert_same_bits(dy_NM, expected[0])
         assert_same_bits(d_weights_KS, expected[1])
-
-
-@pytest.mark.parametrize("shape_SMKN", EMPTY_SMKN, ids=str)
-def test_nothing_to_move_is_moved_without_a_fault(shape_SMKN: tuple[int, int, int, int]) -> None:
-    kernels, (num_tokens, width, num_choices, num_slots) = build("rows.cu", CHECKED), shape_SMKN
-    slots_KS = random_slots(num_tokens, num_choices, num_slots)
-    x_SM, y_NM = (random_rows(rows, width, torch.float32) for rows in (num_tokens, num_slots))
-    arranged_NM = kernels.arrange(x_SM, slots_KS, num_slots, torch.bfloat16)
-    assert torch.equal(arranged_NM, reference.arrange(x_SM, slots_KS, num_slots, torch.bfloat16))
-    for by_slot in (False, True):
-        restored_SM = kernels.restore(y_NM, slots_KS, None, torch.float32, by_slot=by_slot)
-        assert torch.equal(restored_SM, reference.restore(y_NM, slots_KS, None, torch.float32, by_slot))
-    if num_slots == 0:  # otherwise the bindings return zeros
-        weights_KS = random_rows(num_choices, num_tokens, torch.float32)
-        _, d_weights_KS = kernels.restore_backward(x_SM, y_NM, slots_KS, weights_KS)
-        assert torch.equal(d_weights_KS, torch.zeros_like(weights_KS))
 
 
 @pytest.mark.parametrize(("in_offset_bytes", "out_offset_bytes"), [(4, 0), (0, 4), (8, 4)])
@@ -161,18 +143,6 @@ def test_choices_made_elsewhere_get_the_same_slots_even_one_expert_twice(priorit
 
 
 @pytest.mark.daily("planted faults of kernels", 1)
-def test_a_read_beyond_the_scores_is_reported_with_its_line() -> None:
-    planted = ("e = lane; e < num_experts; e += kWarp) {", "e = lane; e <= num_experts; e += kWarp) {")
-    ended = build("slots.cu", CHECKED, planted).end(
-        "launch_choose", torch.zeros(1, 3), 1, 3, 1, torch.zeros(1, dtype=torch.int64)
-    )
-    assert ended.status == SANITIZED_STATUS
-    assert "heap-buffer-overflow" in ended.stderr
-    assert "READ of size 4" in ended.stderr
-    assert re.search(r"choose_kernel .*slots\.cu:\d+", ended.stderr)
-
-
-@pytest.mark.daily("planted faults of kernels", 1)
 def test_a_write_beyond_shared_memory_is_reported_with_its_line() -> None:
     planted = ("FSMOE_SHARED(uint32_t[kWarps], warp_counts);", "FSMOE_SHARED(uint32_t[kWarps - 1], warp_counts);")
     experts_KS, scores_KS = torch.zeros(1, 9, dtype=torch.int64), torch.rand(1, 9)
@@ -193,21 +163,23 @@ def test_16_bytes_at_a_misaligned_address_are_reported_with_their_line(which: st
         )
 
 
-# (S, E, K, C); several tiles, more experts than have their share of shared memory at once, places within an expert.
+# (S, E, K, C); several tiles, more experts than have their share of shared memory at once, places within an expert,
+# nothing to number.
 DECISIONS_SEKC = [(1, 1, 1, 1), (13, 3, 2, 1), (541, 7, 2, 1), (270, 384, 4, 1), (260, 1050, 2, 2), (64, 5, 2, 3)]
-
-
+DECISIONS_SEKC += [(0, 3, 2, 1), (5, 3, 0, 2), (5, 3, 2, 0)]
 DECISIONS = list(itertools.product(DECISIONS_SEKC, (None, 1, 4, 30)))
 
 
-# Of each shape one, with each number of segments in turn.
-@sampled(("shape_SEKC", "count"), DECISIONS, kept=[0, 6, 11, 13, 16, 23])
+# Of each shape one, with each number of segments in turn; of 384 experts with as many as degrees 16 and 15 need.
+@sampled(("shape_SEKC", "count"), DECISIONS, kept=[0, 6, 9, 15, 16, 22, 24, 30, 34])
 def test_rows_are_numbered_counted_and_checked_as_by_the_reference(shape_SEKC, count: int | None) -> None:
     num_tokens, num_experts, num_choices, capacity = shape_SEKC
     generator, none = torch.Generator().manual_seed(1), num_experts * capacity
     # Of one shape some choices are out of range.
     lowest, highest = (-1, none + 2) if num_tokens == 64 else (0, none + 1)
-    choices_KS = torch.randint(lowest, highest, (num_choices, num_tokens), generator=generator)
+    choices_KS = torch.randint(lowest, highest, (num_tokens, num_choices), generator=generator).t()
+    if num_tokens % 2 == 0:  # the others are read where they lie
+        choices_KS = choices_KS.contiguous()
     segments_3T = None if count is None else segments_of(num_tokens, count)
     limits_E = torch.full((num_experts,), 3) if num_tokens == 541 else None
     decision = choices_KS, num_experts, capacity, segments_3T, limits_E
@@ -215,40 +187,6 @@ def test_rows_are_numbered_counted_and_checked_as_by_the_reference(shape_SEKC, c
     for found, each in zip(build("slots.cu", CHECKED).number_rows(*decision), expected, strict=True):
         assert torch.equal(found, each)
     assert int(expected.fault) == {64: 1, 541: 2}.get(num_tokens, 0)
-
-
-@pytest.mark.parametrize("shape_KS", [(2, 0), (0, 5), (2, 5)])
-def test_nothing_to_number_is_numbered_without_a_fault(shape_KS) -> None:
-    for count, capacity in ((None, 0), (3, 2)):
-        choices_KS = torch.full(shape_KS, 3 * capacity)
-        segments_3T = None if count is None else segments_of(shape_KS[1], count)
-        decision = choices_KS, 3, capacity, segments_3T, torch.zeros(3, dtype=torch.int64)
-        found, expected = build("slots.cu", CHECKED).number_rows(*decision), reference.number_rows(*decision)
-        assert all(map(torch.equal, found, expected))
-        assert not int(expected.fault)
-        assert not expected.counts_V.any()
-
-
-def test_a_decision_is_read_where_it_lies() -> None:
-    choices_KS = torch.randint(0, 8, (300, 3), generator=torch.Generator().manual_seed(0)).t()
-    assert not choices_KS.is_contiguous()
-    decision = choices_KS, 7, 1, segments_of(300, 4)
-    found, expected = build("slots.cu", CHECKED).number_rows(*decision), reference.number_rows(*decision)
-    assert all(map(torch.equal, found, expected))
-
-
-@pytest.mark.long
-def test_rows_of_384_experts_are_numbered_for_degrees_16_and_15() -> None:
-    cuts = TokenChunks(16, 15)
-    num_tokens, num_experts = 48, 384
-    choices_KS = torch.randint(0, num_experts + 1, (8, num_tokens), generator=torch.Generator().manual_seed(3))
-    segments_3T = torch.from_numpy(segments_with_queues(cuts, num_experts, num_tokens))
-    assert num_experts * cuts.num_segments > 11_000
-    expected = reference.number_rows(choices_KS, num_experts, 1, segments_3T)
-    for found, each in zip(
-        build("slots.cu", CHECKED).number_rows(choices_KS, num_experts, 1, segments_3T), expected, strict=True
-    ):
-        assert torch.equal(found, each)
 
 
 def terms(x_RF: torch.Tensor, dh_RH: torch.Tensor, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -273,9 +211,17 @@ ONE_OF_EACH_FORM = [next(at for at, case in enumerate(GATED) if case[0] == form)
 @sampled(("form", "interleaved", "dtype"), GATED, kept=ONE_OF_EACH_FORM, ids=str)
 def test_gated_products_and_their_gradients_equal_the_reference(form, interleaved, dtype) -> None:
     kernels = build("gated.cu", CHECKED)
-    for num_rows, width, offset_bytes in ((1, 1, 0), (7, 24, 0), (3, 2056, 0), (5, 13, 0), (2, 16, 8)):
+    for num_rows, width, offset_bytes in (
+        (1, 1, 0),
+        (7, 24, 0),
+        (3, 2056, 0),
+        (5, 13, 0),
+        (2, 16, 8),
+        (0, 8, 0),
+        (3, 0, 0),
+    ):
         x_RF, dh_RH = random_rows(num_rows, 2 * width, dtype), random_rows(num_rows, width, dtype, 1)
-        x_RF[0, ::3] *= 40
+        x_RF[:1, ::3] *= 40
         arguments = form, interleaved, 1.25, 1.702
         x, dh = Behind(x_RF, offset_bytes), Behind(dh_RH, offset_bytes)
         _, h_RH = kernels.gated(x, None, *arguments, out_offset_bytes=offset_bytes)
@@ -287,13 +233,6 @@ def test_gated_products_and_their_gradients_equal_the_reference(form, interleave
         if dtype == torch.float32:  # narrower steps may fall on the other side of a limit
             exact = reference.gated_backward(x_RF.double(), dh_RH.double(), *arguments)
             assert_near((dx_RF, h_RH), exact, sizes, last_bits=8)
-
-
-@pytest.mark.parametrize("shape_RF", [(0, 16), (3, 0)])
-def test_no_rows_or_columns_have_a_gated_product_without_a_fault(shape_RF: tuple[int, int]) -> None:
-    x_RF, dh_RH = torch.zeros(shape_RF), torch.zeros(shape_RF[0], shape_RF[1] // 2)
-    dx_RF, h_RH = build("gated.cu", CHECKED).gated(x_RF, dh_RH, "silu", False, 0.0, 0.0)
-    assert (dx_RF.shape, h_RH.shape) == (x_RF.shape, dh_RH.shape)
 
 
 def test_a_gated_product_hands_on_what_is_no_number_and_clamps_what_has_no_end() -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import pytest
 
@@ -76,31 +78,19 @@ def build_slots() -> Kernels:
     return build("slots.cu", RACING, ("kExpertsAtOnce = 1024;", "kExpertsAtOnce = 2;"))
 
 
-def take_slots(kernels: Kernels, priority: str, num_tokens: int, num_experts: int = 3, **how) -> None:
+def take_slots(priority: str, num_tokens: int) -> None:
+    num_experts = 3
     capacity, generator = max(1, num_tokens // 2), torch.Generator().manual_seed(0)
     scores_SE = torch.randn(num_tokens, num_experts, generator=generator).round()
     used_S = torch.rand(num_tokens, generator=generator) < 0.95
     expected = reference.top_k_slots(scores_SE, 2, capacity, used_S, priority)
     case = (expected.experts_KS, num_experts, capacity, used_S, priority, scores_SE, (0, num_experts, 1))
-    slots_KS, counts_E = kernels.take_slots(*case, **how)
+    slots_KS, counts_E = build_slots().take_slots(*case)
     assert torch.equal(slots_KS, expected.slots_KS)
     assert torch.equal(counts_E, expected.counts_E)
 
 
-# A tile of 256 tokens is a block. By choice, few tokens are two tiles.
-TAKEN = [("choice", 20), ("choice", 261), ("token", 261), ("score", 261), ("score", 520)]
-
-
-@pytest.mark.daily("kernels without a race", 3)
-@pytest.mark.parametrize(("priority", "num_tokens"), TAKEN)
-def test_slots_are_taken_without_a_race(priority: str, num_tokens: int) -> None:
-    take_slots(build_slots(), priority, num_tokens)
-
-
-@pytest.mark.daily("kernels without a race", 3)
-@pytest.mark.parametrize("num_segments", [None, 3])
-@pytest.mark.parametrize("capacity", [0, 2])
-def test_rows_are_numbered_without_a_race(num_segments: int | None, capacity: int) -> None:
+def number_rows(num_segments: int | None, capacity: int) -> None:
     num_tokens, num_experts = 261, 3
     choices_KS = torch.randint(-2, 3 * capacity + 3, (2, num_tokens), generator=torch.Generator().manual_seed(0))
     segments_3T = None if num_segments is None else segments_of(num_tokens, num_segments)
@@ -110,18 +100,12 @@ def test_rows_are_numbered_without_a_race(num_segments: int | None, capacity: in
     assert int(expected.fault) == (3 if capacity else 1)
 
 
-@pytest.mark.daily("kernels without a race", 3)
-@pytest.mark.parametrize("num_experts", [3, 33])
-def test_experts_are_chosen_without_a_race(num_experts: int) -> None:
+def choose(num_experts: int) -> None:
     scores_SE = random_rows(19, num_experts, torch.float32)
-    experts_KS = build_slots().choose(scores_SE, 3)
-    assert torch.equal(experts_KS, scores_SE.topk(3).indices.t())
+    assert torch.equal(build_slots().choose(scores_SE, 3), scores_SE.topk(3).indices.t())
 
 
-@pytest.mark.daily("kernels without a race", 3)
-@pytest.mark.parametrize(("dtype", "wire"), list(itertools.product(DTYPES, DTYPES)), ids=str)
-@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_rows_are_moved_without_a_race(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
+def move_rows(dtype: torch.dtype, wire: torch.dtype, width: int) -> None:
     kernels, (num_tokens, num_choices, num_slots) = build("rows.cu", RACING), (3, 2, 5)
     slots_KS = random_slots(num_tokens, num_choices, num_slots)
     x_SM, y_NM = random_rows(num_tokens, width, dtype), random_rows(num_slots, width, dtype)
@@ -134,11 +118,24 @@ def test_rows_are_moved_without_a_race(dtype: torch.dtype, wire: torch.dtype, wi
     kernels.restore_backward(random_rows(num_tokens, width, wire, 3), y_NM, slots_KS, weights_KS)
 
 
-@pytest.mark.daily("kernels without a race", 3)
-def test_gated_products_are_computed_without_a_race() -> None:
+def multiply() -> None:
     x_RF, dh_RH = (random_rows(3, width, torch.bfloat16) for width in (2 * WIDTHS["packs"], WIDTHS["packs"]))
     dx_RF, h_RH = build("gated.cu", RACING).gated(x_RF, dh_RH, "silu", True, 0.0, 0.0)
     torch.testing.assert_close((dx_RF, h_RH), reference.gated_backward(x_RF, dh_RH, "silu", True))
+
+
+# A tile of 256 tokens is a block. By choice, few tokens are two tiles.
+TAKEN = [("choice", 20), ("choice", 261), ("token", 261), ("score", 261), ("score", 520)]
+CALLS = [partial(take_slots, *each) for each in TAKEN]
+CALLS += [partial(number_rows, *each) for each in itertools.product((None, 3), (0, 2))]
+CALLS += [partial(choose, each) for each in (3, 33)] + [multiply]
+CALLS += [partial(move_rows, *each) for each in itertools.product(DTYPES, DTYPES, WIDTHS.values())]
+
+
+@pytest.mark.daily("kernels without a race", 3)
+@pytest.mark.parametrize("call", CALLS, ids=lambda each: str(getattr(each, "func", each).__name__))
+def test_kernels_compute_without_a_race(call: Callable[[], None]) -> None:
+    call()
 
 
 def call_without(site: Site) -> Ended:

@@ -64,16 +64,6 @@ def builder_for(device_type: str) -> Any:
     return loading.import_op_builder().builders(device_type)[f"fsmoe_{device_type}"]
 
 
-def test_auto_without_a_compiler_takes_torchs_own_and_says_why_once(extensions: Path, monkeypatch, warned) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    for _ in range(3):
-        assert load_ops("auto", "cpu").name == "plain"
-    (warning,) = warned()
-    assert "no C++ compiler: 'no-such-compiler' is not on the PATH" in warning
-    assert "'required'" in warning
-    assert not extensions.exists()
-
-
 def test_auto_after_a_failed_build_takes_torchs_own_and_does_not_build_again(
     extensions: Path, tmp_path: Path, monkeypatch, warned
 ) -> None:
@@ -90,6 +80,7 @@ def test_auto_after_a_failed_build_takes_torchs_own_and_does_not_build_again(
     # Its name goes on with a number where this process has built it before.
     assert "Error building extension 'fsmoe_cpu" in warning
     assert "nothing today" in warning
+    assert "'required'" in warning
 
 
 def test_a_device_type_without_ops_takes_torchs_own_or_is_refused(extensions: Path, warned) -> None:
@@ -101,17 +92,6 @@ def test_a_device_type_without_ops_takes_torchs_own_or_is_refused(extensions: Pa
         load_ops("required", "xpu")
     with pytest.raises(ValueError, match="ops = 'fast': must be one of 'auto', 'plain', 'reference', 'required'"):
         load_ops("fast", "cpu")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the ops can be built")
-def test_without_a_gpu_the_cuda_ops_say_what_is_missing(extensions: Path) -> None:
-    builder = builder_for("cuda")
-    assert not builder.is_compatible()
-    assert re.search("without CUDA|no CUDA device|ROCm", builder.error_log)
-    with pytest.raises(RuntimeError, match=r"without CUDA|no CUDA device|ROCm"):
-        load_ops("required", "cuda")
-    assert load_ops("auto", "cuda").name == "plain"
-    assert not extensions.exists()
 
 
 def test_obstacles_are_named_with_what_to_do_and_are_none_to_a_library_in_the_wheel(
@@ -223,20 +203,6 @@ def test_a_lock_is_waited_for_until_it_is_stale(
     # Once in passing, and once so that it is seen.
     levels = [each.levelname for each in caplog.records if "waiting for the process that builds there" in each.message]
     assert levels == (["INFO", "WARNING"] if waited_s else [])
-
-
-def test_a_stale_lock_stops_required_and_is_the_reason_that_auto_gives(
-    extensions: Path, locks, monkeypatch, warned
-) -> None:
-    lock = leave_lock(extensions, age_s=3600)
-    if not FILE_IS_THE_LOCK:  # its date says nothing: how long it was waited for does
-        monkeypatch.setattr(locks, "STALE_LOCK_S", 0.0)
-    with pytest.raises(RuntimeError, match=rf"{re.escape(str(lock))} is \d+ s old.*delete it") as caught:
-        load_ops("required", "cpu")
-    assert "fsmoe_cpu" in str(caught.value)
-    assert "'auto' or 'plain'" in str(caught.value)
-    assert load_ops("auto", "cpu").name == "plain"
-    assert str(lock) in warned()[0]
 
 
 def test_the_lock_of_a_build_that_was_killed_is_taken_away(tmp_path: Path, locks) -> None:
@@ -362,7 +328,7 @@ def test_local_rank_0_builds_and_what_one_rank_cannot_have_no_rank_uses(tmp_path
         assert outcomes["good"] == "compiled"
         locked = outcomes["lock on rank 1"]
         assert "on rank 1" in locked
-        assert str(tmp_path / "locked" / NAME / "lock") in locked
+        assert re.search(rf"{re.escape(str(tmp_path / 'locked' / NAME / 'lock'))} is \d+ s old.*delete it", locked)
         failed = outcomes["no compiler on rank 0"]
         assert "compiled ops (fsmoe_cpu)" in failed
         assert "on rank 0" in failed
@@ -467,7 +433,6 @@ def builder_on(tmp_path, monkeypatch) -> Callable[..., Any]:
     ("architectures", "card", "made"),
     [
         ("9.0a+PTX", "H100", ["compute_90a", "sm_90a"]),
-        ("12.0a", "RTX 5090", ["sm_120a"]),
         ("Blackwell", "B200", ["compute_121", "sm_100", "sm_103", "sm_120", "sm_121"]),
         ("8.0 9.0a", "H100", ["sm_80", "sm_90a"]),
         (" 8.0;  9.0 ; ", "H100", ["sm_80", "sm_90"]),
@@ -489,7 +454,6 @@ def test_ops_are_built_for_what_torch_understands_and_torch_adds_no_flags(
     ("architectures", "said"),
     [
         ("12.0f", "Unknown CUDA arch (12.0f) or GPU not supported; in place of 12.0f write 12.0 or 12.0a or 12.0+PTX"),
-        ("9.0;10.0f", "Unknown CUDA arch (10.0f)"),
         ("hopper", "in place of 'hopper' write a number such as 9.0 or 9.0+PTX, or a generation such as Hopper"),
     ],
 )
@@ -506,7 +470,6 @@ def test_what_torch_refuses_is_refused_with_its_words_and_a_spelling_that_it_tak
     [
         ("8.0", ["H100"], "9.0"),
         ("9.0a+PTX", ["B200"], "10.0"),
-        ("10.0+PTX", ["H100"], "9.0"),
         ("9.0", ["H100", "A100"], "8.0"),
         ("8.0+PTX", ["H100", "B200"], None),
         ("8.0;9.0", ["A100", "H100"], None),

@@ -17,7 +17,6 @@ from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 # (S, M, E, C, K); in the second some slots stay empty whatever happens, in the third most choices find none.
 SIZES_SMECK = [(23, 13, 5, 7, 2), (3, 1, 2, 29, 1), (31, 7, 3, 2, 3), (1, 5, 1, 1, 1)]
-EVERY_SIZE = pytest.mark.parametrize("size_SMECK", SIZES_SMECK, ids=str)
 
 
 def as_slots(routing: Routing) -> SlotRouting:
@@ -135,11 +134,31 @@ def test_restore_undoes_arrange_with_one_slot_per_token_and_weight_1(order: Orde
                 assert torch.equal(y_SM, x_SM)
 
 
-@EVERY_SIZE
-def test_an_order_and_its_gradients_equal_the_loops_over_slots(order: OrderBase, size_SMECK: tuple) -> None:
-    x_SM, y_ECM, routing = random_case(size_SMECK)
-    inputs = [x_SM.requires_grad_(), y_ECM.requires_grad_(), routing.weights_KS.requires_grad_()]
-    ours = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
+def with_gaps(slots: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
+    """From the last row to the first, and one row of every expert left empty."""
+    num_rows = num_experts * (capacity + 1)
+    return torch.where(slots < num_experts * capacity, num_rows - 1 - slots, num_rows)
+
+
+@pytest.mark.parametrize("size_SMECK", SIZES_SMECK, ids=str)
+@pytest.mark.parametrize("way", ["whole", "chunks", "gaps"])
+def test_an_order_and_its_gradients_equal_the_loops_over_slots_wherever_rows_lie(
+    order: WithKind, size_SMECK: tuple, way: str
+) -> None:
+    x_SM, _, routing = random_case(size_SMECK)
+    weights_KS, of_kind = routing.weights_KS.requires_grad_(), AS_KIND[order.kind](routing)
+    _, width, num_experts, capacity, _ = size_SMECK
+    if way != "whole":
+        cuts = CapacityChunks((0, capacity // 3, capacity // 3, capacity))
+        place = partial(cuts.chunked_slots, num_experts=num_experts)
+        if way == "gaps":
+            place = partial(with_gaps, num_experts=num_experts, capacity=capacity)
+            capacity += 1
+        routing, of_kind = routing.relaid(place, capacity), of_kind.relaid(place, capacity)
+        assert (of_kind.capacity, of_kind.num_experts) == (capacity, num_experts)
+    y_ECM = torch.randn(num_experts, capacity, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = [x_SM.requires_grad_(), y_ECM.requires_grad_(), weights_KS]
+    ours = order.order.arrange(x_SM, of_kind), order.order.restore(y_ECM, of_kind)
     loops = loop_arrange(x_SM, routing), loop_restore(y_ECM, routing)
     assert torch.equal(ours[0], loops[0])
     assert_near(ours[1:], loops[1:])
@@ -182,43 +201,6 @@ def test_neither_autocast_nor_gaps_in_memory_change_a_number(order: OrderBase) -
     for found in (cast, apart):
         assert [each.dtype for each in found] == [torch.float32] * 2
         assert all(map(torch.equal, found, plain))
-
-
-def with_gaps(slots: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
-    """From the last row to the first, and one row of every expert left empty."""
-    num_rows = num_experts * (capacity + 1)
-    return torch.where(slots < num_experts * capacity, num_rows - 1 - slots, num_rows)
-
-
-@EVERY_SIZE
-@pytest.mark.parametrize("way", ["chunks", "gaps"])
-def test_rows_may_lie_anywhere_and_others_between_them(order: WithKind, size_SMECK: tuple, way: str) -> None:
-    x_SM, y_ECM, routing = random_case(size_SMECK)
-    num_experts, capacity = routing.num_experts, routing.capacity
-    cuts = CapacityChunks((0, capacity // 3, capacity // 3, capacity))
-    place, new_capacity = (
-        (partial(cuts.chunked_slots, num_experts=num_experts), capacity)
-        if way == "chunks"
-        else (partial(with_gaps, num_experts=num_experts, capacity=capacity), capacity + 1)
-    )
-    num_rows, row_of_slot = num_experts * new_capacity, place(torch.arange(num_experts * capacity))
-    assert (place(torch.tensor([num_experts * capacity])) == num_rows).all()
-
-    inputs = [each.requires_grad_() for each in (x_SM, y_ECM, routing.weights_KS)]
-    relaid = AS_KIND[order.kind](routing).relaid(place, new_capacity)
-    assert (relaid.capacity, relaid.num_experts) == (new_capacity, num_experts)
-    # What lies in a row that is no slot's is nobody's.
-    y_RM = y_ECM.new_full((num_rows, y_ECM.shape[2]), math.inf).index_copy(0, row_of_slot, y_ECM.flatten(0, 1))
-    x_RM = x_SM.new_zeros(num_rows, x_SM.shape[1]).index_copy(
-        0, row_of_slot, order.arrange(x_SM, routing).flatten(0, 1)
-    )
-    ours = order.order.arrange(x_SM, relaid), order.order.restore(y_RM.view(num_experts, new_capacity, -1), relaid)
-    theirs = x_RM.view(num_experts, new_capacity, -1), order.restore(y_ECM, routing)
-    d_outputs = [torch.randn_like(each) for each in theirs]
-    assert_near(
-        [*ours, *torch.autograd.grad(ours, inputs, d_outputs)],
-        [*theirs, *torch.autograd.grad(theirs, inputs, d_outputs)],
-    )
 
 
 def test_neither_tokens_nor_slots_have_to_be_there(order: OrderBase) -> None:

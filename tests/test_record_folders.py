@@ -15,11 +15,9 @@ import torch.distributed as dist
 
 import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError
-from ds_fsmoe.files.runs import COMPARISON, PLANNED, ROUTER, RUN, STEPS, check_run_folder, clear_run, read_run
-from ds_fsmoe.files.traces import _ABOUT
+from ds_fsmoe.files.runs import RUN, STEPS, check_run_folder, clear_run, read_run
 from ds_fsmoe.files.whole_files import OF_RECORD, OF_ROUTING, Ownership, owner_of
 from ds_fsmoe.routes.written import parts_of
-from ds_fsmoe.shapes import error_in
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 
@@ -176,23 +174,3 @@ def forked(rank: int, world_size: int, folder: str) -> list[Any]:
 def test_the_end_of_a_forked_process_is_not_that_of_the_run(tmp_path: Path) -> None:
     (found,) = run_on_ranks(forked, 1, tmp_path / "ranks", str(tmp_path))
     assert found == 2 * [(False, False, "alive"), (True, True, 4)]
-
-
-MANY = 1000
-
-
-@pytest.mark.parametrize(
-    ("shape", "value"),
-    [
-        (PLANNED, {"hints": [0] * MANY}),
-        (PLANNED, {"trials": [[{}] * MANY] * 2}),
-        (PLANNED, {"fits": [{"sizes": ["x"] * MANY}] * MANY}),
-        (COMPARISON, {"busy": dict.fromkeys(map(str, range(MANY)), "x")}),
-        (ROUTER, {"layers": {str(each): {"tokens_E": ["x"] * MANY} for each in range(MANY)}}),
-        (_ABOUT, {"peers": {str(each): {"a": [-1] * MANY} for each in range(MANY)}}),
-    ],
-)
-def test_a_file_that_is_wrong_everywhere_is_read_up_to_a_few_mistakes(shape: Any, value: Any) -> None:
-    found = error_in(value, shape)
-    assert found is not None
-    assert found.error_count() < 20

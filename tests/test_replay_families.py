@@ -17,7 +17,7 @@ from ds_fsmoe.layer.replay import ReplayError
 from tests import hf_families
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, UNTRIED, batch, families, loss_of
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw
 from tests.test_hugging_face import ds_config, engine_of
 
 TOKENS = 16
@@ -90,97 +90,92 @@ def grouped(family: str) -> Any:
     return engine_of(model, ds_config(0))
 
 
-def weighs(rank: int, world_size: int, names: list[str], is_grouped: bool) -> list[str]:
-    """What is not as it should be of some families."""
-    said = []
-    make = grouped if is_grouped else plain
-    for family in names:
-        # Without groups, since a choice of all experts is not one of some groups.
-        whole = {} if is_grouped else all_weights(family, make)
-        engine = make(family)
-        engine.eval()
-        seen, x = Seen(engine), batch(1, 1, TOKENS)
-        own_loss = loss_of(engine, x).item()
-        own = dict(seen.calls)
-        k = {index_SK.shape[1] for index_SK, _ in own.values()}
-        if len(k) != 1:
-            said.append(f"{family}: layers choose {k}")
-        k = k.pop()
-        nothing = torch.full((TOKENS, k), -1)
-        engine.fsmoe.replay([own.get(label, (nothing, None))[0] for label in engine.fsmoe.inner_layers])
-        if loss_of(engine, x).item() != own_loss:
-            said.append(f"{family}: another loss by its own choice")
-        if any(not torch.equal(weights, own[label][1]) for label, (_, weights) in seen.calls.items()):
-            said.append(f"{family}: other weights by its own choice")
+def weighs(family: str, is_grouped: bool) -> list[str]:
+    """What is not as it should be of a family."""
+    said, make = [], grouped if is_grouped else plain
+    # Without groups, since a choice of all experts is not one of some groups.
+    whole = {} if is_grouped else all_weights(family, make)
+    engine = make(family)
+    engine.eval()
+    seen, x = Seen(engine), batch(1, 1, TOKENS)
+    loss_of(engine, x)
+    own = dict(seen.calls)
+    (k,) = {index_SK.shape[1] for index_SK, _ in own.values()}
+    nothing = torch.full((TOKENS, k), -1)
+    engine.fsmoe.replay([own.get(label, (nothing, None))[0] for label in engine.fsmoe.inner_layers])
+    loss_of(engine, x)
+    if any(not torch.equal(weights, own[label][1]) for label, (_, weights) in seen.calls.items()):
+        said.append("other weights by its own choice")
 
-        draw = np.random.default_rng(7).random((TOKENS, len(own), NUM_EXPERTS))
-        drifted = draw.argsort(axis=-1)[..., :k]
-        used = np.array([label in seen.calls for label in engine.fsmoe.inner_layers])
-        every = np.full((TOKENS, len(used), k), -1)
-        every[:, used] = drifted
-        engine.fsmoe.replay(every)
-        loss = loss_of(engine, x)
-        engine.backward(loss)
-        said += [f"{family}: {name} has no gradient" for name in _without_gradient(engine)]
-        silence(engine)
-        engine.fsmoe.replay(every)
+    order = np.random.default_rng(7).random((TOKENS, len(own), NUM_EXPERTS))
+    drifted = order.argsort(axis=-1)[..., :k]
+    used = np.array([label in seen.calls for label in engine.fsmoe.inner_layers])
+    every = np.full((TOKENS, len(used), k), -1)
+    every[:, used] = drifted
+    engine.fsmoe.replay(every)
+    engine.backward(loss_of(engine, x))
+    said += [f"{name} has no gradient" for name in _without_gradient(engine)]
+    silence(engine)
+    engine.fsmoe.replay(every)
+    loss_of(engine, x)
+    for number, (label, (index_SK, weights_SK)) in enumerate(seen.calls.items()):
+        if not np.array_equal(index_SK.numpy(), drifted[:, number]):
+            said.append(f"{label}: not the choice that was given")
+        if not (weights_SK.abs() > 0).all():
+            said.append(f"{label}: {int((weights_SK == 0).sum())} weights are zero")
+        if label in whole and not (family in WEIGHS_SHARED and number):
+            # Weights may be over the sum of those chosen, or times a constant: their shares are the same.
+            wanted = whole[label].gather(1, index_SK)
+            shares, has = (each / each.sum(1, keepdim=True) for each in (wanted, weights_SK))
+            if not torch.allclose(shares, has, rtol=1e-4, atol=1e-6):
+                said.append(f"{label}: weights are off by {(shares - has).abs().max():.1e}")
+    engine.destroy()
+    return [f"{family}: {each}" for each in said]
+
+
+def refuses(family: str) -> None:
+    """Give a family whose router does not choose by topk another choice than its own."""
+    engine = plain(family)
+    seen, x = Seen(engine), batch(1, 1, TOKENS)
+    engine.eval()
+    loss_of(engine, x)
+    engine.fsmoe.replay([(index_SK + 1) % NUM_EXPERTS for index_SK, _ in seen.calls.values()])
+    with pytest.raises(ReplayError, match=r"does not choose 2 experts per token by torch\.topk"):
         loss_of(engine, x)
-        for number, (label, (index_SK, weights_SK)) in enumerate(seen.calls.items()):
-            if not np.array_equal(index_SK.numpy(), drifted[:, number]):
-                said.append(f"{family} {label}: not the choice that was given")
-            if not (weights_SK.abs() > 0).all():
-                said.append(f"{family} {label}: {int((weights_SK == 0).sum())} weights are zero")
-            if label in whole and not (family in WEIGHS_SHARED and number):
-                # Weights may be over the sum of those chosen, or times a constant: their shares are the same.
-                wanted = whole[label].gather(1, index_SK)
-                shares, has = (each / each.sum(1, keepdim=True) for each in (wanted, weights_SK))
-                if not torch.allclose(shares, has, rtol=1e-4, atol=1e-6):
-                    said.append(f"{family} {label}: weights are off by {(shares - has).abs().max():.1e}")
-        engine.destroy()
-    return said
+    engine.destroy()
 
 
 def _without_gradient(engine: Any) -> list[str]:
-    found = [(name, each) for name, each in engine.module.named_parameters() if name in _routers(engine)]
-    return [name for name, each in found if each.grad is None or not each.grad.abs().max() > 0]
-
-
-def _routers(engine: Any) -> set[str]:
-    """Matrices with a row for each expert and a column for each number of a token."""
-    names = (name for name, each in engine.module.named_parameters() if tuple(each.shape) == (NUM_EXPERTS, 32))
-    # A model of text does not run its experts for pictures.
-    return {name for name in names if "experts" not in name and "vision" not in name}
+    """Routers: matrices with a row for each expert and a column for each number of a token."""
+    return [
+        name
+        for name, each in engine.module.named_parameters()
+        # A model of text does not run its experts for pictures.
+        if tuple(each.shape) == (NUM_EXPERTS, 32) and "experts" not in name and "vision" not in name
+        if each.grad is None or not each.grad.abs().max() > 0
+    ]
 
 
 TRIED = [each for each in families() if each not in (*UNTRIED, *BY_THEMSELVES)]
+TODAYS = draw("families whose routers are given a choice", TRIED, 3)
 
 
-@sampled("family", TRIED, drawn=3)
-def test_a_router_weighs_the_choice_that_is_given_by_its_own_scores(family: str, tmp_path: Path) -> None:
-    assert run_on_ranks(weighs, 1, tmp_path, [family], False)[0] == []
-
-
-def test_weights_of_experts_whose_group_is_out_are_their_scores_and_not_zero(tmp_path: Path) -> None:
-    assert run_on_ranks(weighs, 1, tmp_path, ["deepseek_v2", "deepseek_v3"], True)[0] == []
-
-
-def refused(rank: int, world_size: int) -> list[str]:
-    said = []
-    for family in BY_THEMSELVES:
-        engine = plain(family)
-        seen, x = Seen(engine), batch(1, 1, TOKENS)
-        engine.eval()
-        own_loss = loss_of(engine, x).item()
-        own = [index_SK for index_SK, _ in seen.calls.values()]
-        engine.fsmoe.replay(own)
-        if loss_of(engine, x).item() != own_loss:
-            said.append(f"{family}: another loss by its own choice")
-        engine.fsmoe.replay([(each + 1) % NUM_EXPERTS for each in own])
-        with pytest.raises(ReplayError, match=r"does not choose 2 experts per token by torch\.topk"):
-            loss_of(engine, x)
-        engine.destroy()
+def differ(rank: int, world_size: int, names: list[str], others: bool) -> list[str]:
+    said = [each for family in names for each in weighs(family, False)]
+    if others:
+        # Weights of experts whose group is out are their scores, and not zero.
+        said += [each for family in ("deepseek_v2", "deepseek_v3") for each in weighs(family, True)]
+        for family in BY_THEMSELVES:
+            refuses(family)
     return said
 
 
-def test_a_router_that_chooses_in_another_way_takes_its_own_choice_and_refuses_others(tmp_path: Path) -> None:
-    assert run_on_ranks(refused, 1, tmp_path)[0] == []
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [(TODAYS, True), *(pytest.param([each], False, marks=pytest.mark.slow) for each in TRIED if each not in TODAYS)],
+    ids=str,
+)
+def test_a_router_weighs_the_choice_that_is_given_by_its_own_scores_or_refuses_it(
+    names: list[str], others: bool, tmp_path: Path
+) -> None:
+    assert run_on_ranks(differ, 1, tmp_path, names, others)[0] == []

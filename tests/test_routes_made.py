@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zlib
 
 import numpy as np
 import pytest
@@ -29,41 +30,29 @@ def distance(first: np.ndarray, second: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "k"), [(0, 5, 2), (1, 1, 1), (17, 7, 7), (23, 6, 1), (101, 64, 8)]
-)
-def test_tokens_choose_different_experts_in_range(name: str, num_tokens: int, num_experts: int, k: int) -> None:
-    made = choices(name, num_tokens=num_tokens, num_experts=num_experts, k=k, step=3, rank=2)
-    assert made.shape == (num_tokens, k)
-    assert made.dtype == np.int64
-    assert ((made >= 0) & (made < num_experts)).all()
-    ordered = np.sort(made, axis=1)
-    assert (ordered[:, 1:] > ordered[:, :-1]).all()
+def test_tokens_choose_different_experts_in_range(name: str) -> None:
+    for num_tokens, num_experts, k in ((0, 5, 2), (1, 1, 1), (17, 7, 7), (23, 6, 1), (101, 64, 8)):
+        made = choices(name, num_tokens=num_tokens, num_experts=num_experts, k=k, step=3, rank=2)
+        assert (made.shape, made.dtype) == ((num_tokens, k), np.int64)
+        assert ((made >= 0) & (made < num_experts)).all()
+        assert (np.diff(np.sort(made, axis=1), axis=1) > 0).all()
 
 
-def test_balanced_counts_differ_by_one_at_the_most() -> None:
+def test_each_has_the_skew_that_its_name_says() -> None:
     for num_experts, k in ((32, 4), (7, 3), (5, 5), (64, 8)):
-        found = counts("balanced", num_experts, k, ep_size=1)
-        assert found.max() - found.min() <= 1
-
-
-def test_a_hot_expert_is_chosen_by_its_share_of_tokens_and_others_evenly() -> None:
-    found = counts("hot_expert")
-    hot = found.argmax()
-    # Of the tokens that are not given it, k / E choose it by themselves.
-    assert found[hot] / S == pytest.approx(HOT_SHARE + (1 - HOT_SHARE) * K / E, abs=0.03)
-    assert skew(np.delete(found, hot)) < 1.2
-
-
-def test_a_hot_rank_gets_all_choices_of_its_share_of_tokens() -> None:
+        balanced = counts("balanced", num_experts, k, ep_size=1)
+        assert balanced.max() - balanced.min() <= 1
+    hot_expert = counts("hot_expert")
+    hot = hot_expert.argmax()
+    # Of the tokens that are not given it, k / E choose it by themselves; others are chosen evenly.
+    assert hot_expert[hot] / S == pytest.approx(HOT_SHARE + (1 - HOT_SHARE) * K / E, abs=0.03)
+    assert skew(np.delete(hot_expert, hot)) < 1.2
+    # A hot rank gets all choices of its share of tokens.
     of_ranks = counts("hot_rank").reshape(EP, -1).sum(axis=1)
     assert of_ranks.max() / of_ranks.sum() == pytest.approx(HOT_SHARE + (1 - HOT_SHARE) / EP, abs=0.03)
-
-
-def test_zipf_follows_its_exponent_with_one_choice() -> None:
     for exponent in (1.0, 1.5):
-        found = np.sort(counts(f"zipf_{exponent}", k=1))[::-1]
-        assert found[0] / found[3] == pytest.approx(4**exponent, rel=0.3)
+        zipf = np.sort(counts(f"zipf_{exponent}", k=1))[::-1]
+        assert zipf[0] / zipf[3] == pytest.approx(4**exponent, rel=0.3)
     assert skew(counts("zipf_1.5")) > skew(counts("zipf_1.0")) > 2
 
 
@@ -79,25 +68,17 @@ def test_rotating_has_another_hot_expert_in_every_step_and_all_in_turn() -> None
     assert {counts("rotating", step=step).argmax() for step in range(E)} == set(range(E))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_ranks_steps_layers_and_seeds_differ_and_the_same_numbers_give_the_same(name: str) -> None:
+def test_ranks_steps_layers_and_seeds_differ_and_the_same_numbers_give_the_same_in_another_process_too() -> None:
     size = {"num_tokens": 97, "num_experts": E, "k": K, "ep_size": EP}
-    first = choices(name, **size)
-    assert np.array_equal(first, choices(name, **size))
-    for other in ({"rank": 1}, {"step": 1}, {"layer": 1}, {"seed": 1}):
-        assert not np.array_equal(first, choices(name, **size, **other))
-
-
-def test_another_process_makes_the_same() -> None:
+    made = {name: choices(name, **size) for name in NAMES}
+    for name, other in ((name, {each: 1}) for name in NAMES for each in ("rank", "step", "layer", "seed")):
+        assert not np.array_equal(made[name], choices(name, **size, **other))
     code = (
         "from ds_fsmoe.routes.made import *; import zlib;"
         "print([zlib.crc32(choices(n, num_tokens=97, num_experts=32, k=4, ep_size=8).tobytes()) for n in NAMES])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
-    import zlib
-
-    made = [choices(name, num_tokens=97, num_experts=E, k=K, ep_size=EP) for name in NAMES]
-    assert found.strip() == str([zlib.crc32(each.tobytes()) for each in made])
+    assert found.strip() == str([zlib.crc32(made[name].tobytes()) for name in NAMES])
 
 
 @pytest.mark.parametrize(

@@ -54,25 +54,24 @@ def test_a_slot_lies_behind_the_chunks_before_its_own(sizes: list[int], num_expe
     assert cutting.chunked_slots(torch.tensor([none, none + 3, -1, -7]), num_experts).tolist() == [none] * 4
 
 
-def test_the_second_call_copies_nothing(tables: DeviceTables) -> None:
-    slots = torch.arange(15).view(3, 5)
-    first = CapacityChunks((0, 2, 5)).chunked_slots(slots, 3)
+def copies(capacity: int) -> bool:
+    """Whether a table is made for a call."""
     with Noting() as noting:
-        assert torch.equal(CapacityChunks((0, 2, 5)).chunked_slots(slots, 3), first)
-    assert "aten.cat.default" not in noting.names
-
-
-def test_capacities_that_never_come_again_do_not_fill_memory(tables: DeviceTables) -> None:
-    for capacity in range(2, 60):
         CapacityChunks((0, 1, capacity)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
-        CapacityChunks((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+    return "aten.cat.default" in noting.names
+
+
+def test_a_second_call_copies_nothing_and_capacities_that_never_come_again_do_not_fill_memory(
+    tables: DeviceTables,
+) -> None:
+    assert copies(2)
+    for capacity in range(3, 60):
+        assert copies(capacity)
+        assert not copies(2)  # used between all the others
     kept = list(tables._tables.values())
     assert 0 < sum(each.nbytes for each in kept) == tables._num_bytes <= 1000
-    with Noting() as noting:  # used between all the others
-        CapacityChunks((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
-    assert "aten.cat.default" not in noting.names
     # One that is larger than all that may be kept is made every time.
-    CapacityChunks((0, 1, 500)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+    assert copies(500)
     assert [*tables._tables.values()] == kept
 
 
@@ -82,6 +81,6 @@ def test_no_table_is_kept_that_only_a_tracer_could_read(tables: DeviceTables) ->
         assert CapacityChunks((0, 1, 2)).chunked_slots(slots, 2).shape == (3,)
     assert not tables._tables
     with torch.inference_mode():
-        CapacityChunks((0, 1, 2)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+        copies(2)
     (table,) = tables._tables.values()
     assert not table.is_inference()
