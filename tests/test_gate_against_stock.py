@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The top-k gate gives the numbers of stock DeepSpeed's, bit for bit, and draws what stock draws."""
+"""The top-k gate gives the numbers of stock DeepSpeed's, bit for bit, and draws what stock draws. Hooks on the gate of
+a layer see what they see on stock's, and what they put in its place is used."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.moe.sharded_moe import TopKGate, topkgating
+from torch import nn
 
+import ds_fsmoe
 from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
-from ds_fsmoe.components.routing import Routing
+from ds_fsmoe.components.routing import Routing, routing_of, stock_routes
+from ds_fsmoe.layer.stock_layer import FSMoEGate
 from tests.covering import covering, every_case
+from tests.ranks import run_on_ranks
 from tests.samples import sampled
+from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch, train_steps
 
 
 def stock_as_routing(outcome: tuple) -> Routing:
@@ -116,3 +127,138 @@ def test_under_autocast_and_with_a_mask_for_top_1_the_gate_is_still_stocks(k: in
         # Rounded scores may be equal, and which of two equal ones is first is left to each.
         for name in ("weights_KS", "aux_loss", "counts_E") if is_cast else ("weights_KS", "slots_KS", "counts_E"):
             assert torch.equal(getattr(ours, name), getattr(stocks, name)), name
+
+
+# ---- hooks
+
+
+def describe(value: Any) -> Any:
+    """Comparable, types and all."""
+    if isinstance(value, torch.Tensor):
+        return "tensor", str(value.dtype), value.detach().clone()
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, [describe(each) for each in value]
+    return type(value).__name__, value
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def drop_choices(out: Any) -> list[Any]:
+    experts_KS = out[3].clone()
+    experts_KS[0, ::3] = -1
+    return [out[0] + 1.0, *out[1:3], experts_KS, *out[4:]]
+
+
+def another_forward(gate: nn.Module, seen: list) -> None:
+    kept = gate.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = kept(*args, **kwargs)
+        seen.append(describe((len(args), sorted(kwargs), out)))
+        return (*out[:5], 0.25 * out[5], out[6])
+
+    gate.forward = forward
+
+
+# Each puts a hook on a gate, which notes in a list what it sees.
+HOOKS: dict[str, Callable[[nn.Module, list], Any]] = {
+    "looks at results": lambda gate, seen: gate.register_forward_hook(
+        lambda _, args, out: seen.append(describe((args, out)))
+    ),
+    "with keywords": lambda gate, seen: gate.register_forward_hook(
+        lambda _, args, kwargs, out: seen.append(describe((args[1:], sorted(kwargs), out))), with_kwargs=True
+    ),
+    "looks ahead": lambda gate, seen: gate.register_forward_pre_hook(lambda _, args: seen.append(describe(args))),
+    "changes the tokens": lambda gate, _: gate.register_forward_pre_hook(lambda _, args: (args[0].flip(0), *args[1:])),
+    "changes the weights": lambda gate, _: gate.register_forward_hook(
+        lambda _, args, out: (*out[:5], 0.5 * out[5], out[6])
+    ),
+    "drops choices": lambda gate, _: gate.register_forward_hook(lambda _, args, out: drop_choices(out)),
+    "looks at gradients": lambda gate, seen: gate.register_full_backward_hook(
+        lambda _, given, got: seen.append(describe(given))
+    ),
+    "another forward": another_forward,
+}
+
+
+def compared(rank: int, world_size: int, names: list[str]) -> list[str]:
+    """Hooks that see or change something else on our gate than on stock's."""
+    differ = []
+    for name in names:
+        # The formulas are three, and so each of them sees some of the hooks; what hooks see of each is tested below.
+        number, results = [*HOOKS].index(name), []
+        case = Case(ep_size=2, k=1 + number % 3, drop_tokens=number % 2 == 0)
+        for initialize, block in (
+            (deepspeed.initialize, {}),
+            (ds_fsmoe.initialize, {"enabled": True, "dispatch": "padded"}),
+        ):
+            model, seen = SmallModel(case, rank), []
+            is_early = number % 2 == 1
+            if is_early:
+                HOOKS[name](model.moes[0].deepspeed_moe.gate, seen)
+            config = case.ds_config(fsmoe=block)
+            engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+            if not is_early:
+                HOOKS[name](model.moes[0].deepspeed_moe.gate, seen)
+            torch.manual_seed(rank)
+            losses = train_steps(engine, rank, range(2))
+            engine.eval()
+            with torch.no_grad():
+                losses.append(float(engine(*batch(7, rank, torch.float32))[0]))
+            engine.destroy()
+            results.append([seen, losses])
+        differ += [] if same(*results) else [name]
+    return differ
+
+
+@sampled("names", [[*HOOKS][at::4] for at in range(4)], ids=str)
+def test_hooks_on_the_gate_see_and_change_what_stocks_do(names: list[str], tmp_path: Path) -> None:
+    assert run_on_ranks(compared, 2, tmp_path, names) == [[], []]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("drop_tokens", [True, False])
+def test_a_gate_that_is_called_gives_stocks_tuple(k: int, drop_tokens: bool) -> None:
+    torch.manual_seed(1)
+    stock = TopKGate(WIDTH, 5, k=k, capacity_factor=0.7, min_capacity=2, drop_tokens=drop_tokens)
+    ours, x_SM = copy.deepcopy(stock), torch.randn(17, WIDTH)
+    ours.__class__ = FSMoEGate
+    for sparse in (True, False):
+        found = []
+        for gate in (stock, ours):
+            torch.manual_seed(2)
+            found.append(gate(x_SM, None, sparse))
+        if sparse:
+            assert same(describe(found[0]), describe(found[1]))
+        else:
+            for theirs, own in zip(*found, strict=True):
+                torch.testing.assert_close(own, theirs, check_dtype=True)
+
+
+def test_a_decision_survives_the_way_to_stocks_form_and_back() -> None:
+    routing = Routing(
+        torch.tensor([[0, 5, 9, 10], [6, 10, 10, 2]]), torch.rand(2, 4), torch.tensor(0.3), torch.arange(2), 5, 2
+    )
+    back = routing_of(stock_routes(routing))
+    assert same([*vars(back).values()], [*vars(routing).values()])
+    empty = Routing(torch.empty(1, 0, dtype=torch.long), torch.empty(1, 0), torch.tensor(0.0), torch.zeros(2), 0, 2)
+    assert routing_of(stock_routes(empty)).slots_KS.shape == (1, 0)
+
+
+def test_made_up_tokens_of_the_autotuner_are_not_shown_to_hooks_and_entropy_is_known_with_them() -> None:
+    layer = ds_fsmoe.MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=NUM_EXPERTS, k=2)
+    inner, x_SM, seen = layer.deepspeed_moe, torch.randn(9, WIDTH), []
+    inner.gate.says_entropy = True
+    expected = inner.route(x_SM, None, None).entropy
+    HOOKS["looks at results"](inner.gate, seen)
+    inner.route_without_hooks(x_SM, None, None)
+    assert not seen
+    HOOKS["changes the weights"](inner.gate, seen)
+    assert inner.route(x_SM, None, None).entropy == expected
+    assert len(seen) == 1

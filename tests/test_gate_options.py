@@ -74,12 +74,6 @@ def test_an_option_that_a_gate_does_not_have_is_refused_with_those_it_has(gate: 
     assert "\n" not in str(caught.value)
 
 
-def test_a_disabled_block_is_still_held_against_the_keys_of_the_own_gate() -> None:
-    with pytest.raises(ConfigError, match=r"fsmoe\.gate\.kk: unknown key; did you mean 'top_k'\?"):
-        read_block({"fsmoe": {"enabled": False, "gate": {"kk": 1}}})
-    assert not read_block({"fsmoe": {"enabled": False, "gate": {"type": "one of a plugin", "kk": 1}}}).enabled
-
-
 # ---- values
 
 

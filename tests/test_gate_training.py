@@ -30,7 +30,10 @@ def imbalance(counts_E: torch.Tensor) -> float:
 
 
 def train(name: str, steps: int = 150) -> tuple[list[float], list[float]]:
-    """(losses, imbalances), one of each per step. The tokens are much alike, so they all want the same experts."""
+    """(losses, imbalances), one of each per step. The tokens are much alike, so they all want the same experts.
+
+    What evens the load of deepseek is its bias alone.
+    """
     torch.manual_seed(2)
     gate = registry.lookup("gate", name)(**OPTIONS.get(name, {}))
     order = registry.lookup("order", kind_of(gate).order)()
@@ -41,6 +44,7 @@ def train(name: str, steps: int = 150) -> tuple[list[float], list[float]]:
     for step in range(steps):
         x_SM = torch.randn(S, M, generator=torch.Generator().manual_seed(step)) + common_M
         result = layer(x_SM)
+        assert name != "deepseek" or result.aux_loss == 0
         loss = (result.output - teacher(x_SM).detach()).square().mean()
         optimizer.zero_grad()
         (loss + 0.05 * result.aux_loss).backward()
@@ -55,7 +59,10 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@sampled("name", registry.known("gate"), drawn=2)
+GATES = registry.known("gate")
+
+
+@sampled("name", GATES, kept=[GATES.index("deepseek")], drawn=2)
 def test_the_loss_falls_and_the_load_comes_nearer_to_balance(name: str) -> None:
     losses, imbalances = train(name)
     assert mean(losses[-10:]) < 0.7 * mean(losses[:10])
@@ -84,26 +91,6 @@ def crowd() -> torch.Tensor:
     return torch.randn(97, M, generator=generator) + 2.0 * torch.randn(M, generator=generator)
 
 
-def test_a_bias_goes_up_where_there_were_too_few_tokens_and_down_where_there_were_too_many() -> None:
-    gate = make(bias_update_speed=0.25)
-    gate.after_optimizer_step(torch.tensor([4, 2, 6, 4, 5, 3]))
-    assert gate.balance_bias.tolist() == [0.0, 0.25, -0.25, 0.0, -0.25, 0.25]
-    gate.after_optimizer_step(torch.tensor([0, 0, 0, 0, 0, 5]))
-    assert gate.balance_bias.tolist() == [0.25, 0.5, 0.0, 0.25, 0.0, 0.0]
-
-
-def test_the_bias_moves_the_load_towards_balance_without_any_loss() -> None:
-    gate, x_SM = make(k=2, bias_update_speed=0.005, drop_tokens=False), crowd()
-    before, weight = gate(x_SM), gate.wg.weight.clone()
-    assert before.aux_loss == 0
-    for _ in range(300):
-        gate(x_SM)
-        update_gates([gate])
-    assert imbalance(before.counts_E) > 1.8
-    assert imbalance(gate(x_SM).counts_E) < 1.25
-    assert torch.equal(gate.wg.weight, weight)
-
-
 def test_forwards_in_training_are_counted_once_and_no_others() -> None:
     gate, x_SM = make(k=2, capacity_factor=0.3, min_capacity=0), crowd()
     used_S = torch.arange(97) % 3 > 0
@@ -122,22 +109,6 @@ def test_forwards_in_training_are_counted_once_and_no_others() -> None:
         checkpoint(layer, crowd().requires_grad_(), use_reentrant=use_reentrant).sum().backward()
         assert len(calls) == 2
         assert gate.counts_to_sum().sum() == 2 * 97
-
-
-def test_gates_are_updated_each_with_its_own_counts() -> None:
-    def both() -> tuple[DeepSeekGate, DeepSeekGate]:
-        return make(6, k=2), make(3, k=1, norm_topk_prob=False)
-
-    together, alone, fixed = both(), both(), make(4, bias_update_speed=0.0)
-    for gate in (*together, *alone, fixed):
-        gate(crowd())
-    for gate in alone:
-        gate.after_optimizer_step(gate.counts_to_sum().clone())
-    update_gates([*together, fixed])
-    for one, other in zip(together, alone, strict=True):
-        assert torch.equal(one.balance_bias, other.balance_bias)
-    assert together[0].balance_bias.abs().max() > 0
-    assert fixed.balance_bias.abs().max() == 0
 
 
 def test_a_cast_to_16_bits_leaves_the_bias_in_float32_and_it_is_saved_without_the_counts() -> None:

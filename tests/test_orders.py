@@ -201,15 +201,3 @@ def test_neither_autocast_nor_gaps_in_memory_change_a_number(order: OrderBase) -
     for found in (cast, apart):
         assert [each.dtype for each in found] == [torch.float32] * 2
         assert all(map(torch.equal, found, plain))
-
-
-def test_neither_tokens_nor_slots_have_to_be_there(order: OrderBase) -> None:
-    empty_KS = torch.zeros(2, 0, dtype=torch.int64)
-    no_tokens = routing_of(empty_KS, torch.zeros(2, 0), num_experts=3, capacity=5)
-    x_ECM = order.arrange(torch.zeros(0, 7), no_tokens)
-    assert x_ECM.shape == (3, 5, 7)
-    assert not x_ECM.any()
-    assert order.restore(torch.ones(3, 5, 7), no_tokens).shape == (0, 7)
-    no_slots = routing_of(torch.zeros(2, 11, dtype=torch.int64), torch.zeros(2, 11), num_experts=3, capacity=0)
-    assert order.arrange(torch.ones(11, 7), no_slots).shape == (3, 0, 7)
-    assert order.restore(torch.ones(3, 0, 7), no_slots).tolist() == [[0.0] * 7] * 11

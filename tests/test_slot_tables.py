@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,23 +33,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> DeviceTables:
     made = DeviceTables(limit_bytes=1000)
     monkeypatch.setattr(chunking, "TABLES", made)
     return made
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(0, 4), min_size=2, max_size=5), st.integers(1, 4))
-def test_a_slot_lies_behind_the_chunks_before_its_own(sizes: list[int], num_experts: int) -> None:
-    bounds = [sum(sizes[:index]) for index in range(len(sizes) + 1)]
-    cutting, capacity = CapacityChunks(tuple(bounds)), bounds[-1]
-    in_order = [
-        expert * capacity + position
-        for start, stop in cutting.chunks
-        for expert in range(num_experts)
-        for position in range(start, stop)
-    ]
-    rows = cutting.chunked_slots(torch.tensor(in_order, dtype=torch.long), num_experts)
-    assert rows.tolist() == list(range(num_experts * capacity))
-    none = num_experts * capacity
-    assert cutting.chunked_slots(torch.tensor([none, none + 3, -1, -7]), num_experts).tolist() == [none] * 4
 
 
 def copies(capacity: int) -> bool:
