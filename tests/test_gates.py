@@ -209,7 +209,7 @@ WAYS = list(itertools.product(EVERY_NAME, (True, False)))
 
 @sampled(("name", "training"), WAYS, kept=[2 * at + at % 2 for at in range(len(WAYS) // 2)])
 def test_gradients_of_every_gate_are_those_of_finite_differences(name: str, training: bool) -> None:
-    gate, x_SM = make_gate(name, {}, (7, 4, 5))
+    gate, x_SM = make_gate(name, {}, (5, 3, 4))
     gate.train(training)
     names = [each for each, _ in gate.named_parameters()]
 

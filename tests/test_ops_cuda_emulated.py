@@ -61,7 +61,8 @@ def test_rows_are_arranged_and_restored_as_by_the_reference(shape_SMKN, dtype, o
     arranged_NM = kernels.arrange(x_SM, slots_KS, num_slots, out_dtype)
     assert_same_bits(arranged_NM, reference.arrange(x_SM, slots_KS, num_slots, out_dtype))
     y_NM = random_rows(num_slots, width, dtype).requires_grad_()
-    weights_KS = random_rows(num_choices, num_tokens, torch.float32, 2).requires_grad_()
+    # Weights are read where they lie, here token by token, and their gradients lie there too.
+    weights_KS = random_rows(num_tokens, num_choices, torch.float32, 2).t().requires_grad_()
     d_out_SM = random_rows(num_tokens, width, out_dtype, 3)
     for weights, by_slot in itertools.product((None, weights_KS), (True, False)):
         expected_SM = reference.restore(y_NM, slots_KS, weights, out_dtype, by_slot)
@@ -74,25 +75,6 @@ def test_rows_are_arranged_and_restored_as_by_the_reference(shape_SMKN, dtype, o
     assert_same_bits(dy_NM, y_NM.grad)
     largest = float(d_out_SM.double().abs().sum(1).max() * y_NM.detach().double().abs().max()) if num_slots else 0.0
     torch.testing.assert_close(d_weights_KS, weights_KS.grad, rtol=0, atol=1e-6 * largest)
-
-
-@pytest.mark.parametrize("layout", ["transposed", "the same for all choices", "the same for all tokens"])
-def test_weights_are_read_where_they_lie_and_their_gradients_lie_there_too(layout: str) -> None:
-    kernels, (num_tokens, num_choices, num_slots, width) = build("rows.cu", CHECKED), (5, 3, 17, 24)
-    slots_KS, y_NM = random_slots(num_tokens, num_choices, num_slots), random_rows(num_slots, width, torch.bfloat16)
-    weights_KS = {
-        "transposed": random_rows(num_tokens, num_choices, torch.float32).t(),
-        "the same for all choices": random_rows(1, num_tokens, torch.float32).expand(num_choices, -1),
-        "the same for all tokens": random_rows(num_choices, 1, torch.float32).expand(-1, num_tokens),
-    }[layout]
-    restored_SM = kernels.restore(y_NM, slots_KS, weights_KS, torch.float32)
-    assert_same_bits(restored_SM, reference.restore(y_NM, slots_KS, weights_KS, torch.float32))
-    if layout == "transposed":  # those that overlap have gradients of their own
-        d_out_SM = random_rows(num_tokens, width, torch.float32, 3)
-        dy_NM, d_weights_KS = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS)
-        expected = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS.contiguous())
-        assert_same_bits(dy_NM, expected[0])
-        assert_same_bits(d_weights_KS, expected[1])
 
 
 @pytest.mark.parametrize(("in_offset_bytes", "out_offset_bytes"), [(4, 0), (0, 4), (8, 4)])

@@ -5,6 +5,7 @@ stands in a builder's way, and for which GPUs CUDA ops are built. No GPU is need
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import shutil
@@ -27,8 +28,7 @@ from ds_fsmoe.ops import load_ops, loading, report  # noqa: E402
 from tests.build_locks import FILE_IS_THE_LOCK, hold_lock  # noqa: E402
 from tests.built_ops import forget_ops  # noqa: E402
 from tests.logged import Said  # noqa: E402
-from tests.python_path import python_path  # noqa: E402
-from tests.ranks import run_on_ranks  # noqa: E402
+from tests.ranks import PRELOADED, run_on_ranks  # noqa: E402
 from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -205,24 +205,25 @@ def test_a_lock_is_waited_for_until_it_is_stale(
     assert levels == (["INFO", "WARNING"] if waited_s else [])
 
 
+def build_until_killed(path: Path, has_begun: Any) -> None:
+    loading.import_op_builder().builders("cpu")
+    with sys.modules["ds_fsmoe.ops.op_builder.locks"].building(path):
+        hold_lock(path)
+        has_begun.set()
+        threading.Event().wait()
+
+
 def test_the_lock_of_a_build_that_was_killed_is_taken_away(tmp_path: Path, locks) -> None:
-    path = tmp_path / NAME / "lock"
-    script = (
-        "import sys; from pathlib import Path; from ds_fsmoe.ops.loading import import_op_builder\n"
-        "import_op_builder().builders('cpu'); locks = sys.modules['ds_fsmoe.ops.op_builder.locks']\n"
-        "path = Path(sys.argv[1])\n"
-        "from tests.build_locks import hold_lock\n"
-        "with locks.building(path):\n    hold_lock(path); print('builds', flush=True); sys.stdin.read()"
-    )
-    environment = os.environ | {"PYTHONPATH": python_path(), "DS_ACCELERATOR": "cpu"}
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(path)], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as builder:
-        assert builder.stdout.readline() == b"builds\n"
-        assert locks.find_lock(path) is not None
-        clock = LockClock(path, 0)
-        clock.sleep = lambda _: (builder.kill(), builder.wait())
-        assert locks.wait_for(path, clock) is None
+    path, context = tmp_path / NAME / "lock", multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    has_begun = context.Event()
+    builder = context.Process(target=build_until_killed, args=(path, has_begun), daemon=True)
+    builder.start()
+    assert has_begun.wait(LIMIT_S)
+    assert locks.find_lock(path) is not None
+    clock = LockClock(path, 0)
+    clock.sleep = lambda _: (builder.kill(), builder.join())
+    assert locks.wait_for(path, clock) is None
     assert path.exists()
     with locks.building(path):
         assert path.exists() != FILE_IS_THE_LOCK
