@@ -17,7 +17,7 @@ from torch import nn
 
 import ds_fsmoe
 from ds_fsmoe.components.gates.topk import LinearGate, route_top_k
-from ds_fsmoe.components.routing import Routing, routing_of, stock_routes
+from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.layer.stock_layer import FSMoEGate
 from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
@@ -52,8 +52,8 @@ CASES = covering(*AXES)
 OTHERS = [each for each in every_case(*AXES) if each not in CASES]
 
 
-# Of the last two, the capacity is rounded to float32 before it is rounded up: 10 * 1.1 is 11.000000000000002 in float64,
-# and a share of 2.4 is 2.4000001 in float32.
+# Of the last two the capacity is rounded to float32 before it is rounded up: 10 * 1.1 is 11.000000000000002 in float64
+# and 2.4 is 2.4000001 in float32.
 SIZES = [((23, 5, 13), 0.6), ((7, 11, 3), 1.3), ((97, 7, 29), 0.6), ((97, 7, 29), 1.3)]
 SIZES += [((50, 5, 13), 1.1), ((12, 5, 13), 1.25)]
 
@@ -242,16 +242,6 @@ def test_a_gate_that_is_called_gives_stocks_tuple(k: int, drop_tokens: bool) -> 
         else:
             for theirs, own in zip(*found, strict=True):
                 torch.testing.assert_close(own, theirs, check_dtype=True)
-
-
-def test_a_decision_survives_the_way_to_stocks_form_and_back() -> None:
-    routing = Routing(
-        torch.tensor([[0, 5, 9, 10], [6, 10, 10, 2]]), torch.rand(2, 4), torch.tensor(0.3), torch.arange(2), 5, 2
-    )
-    back = routing_of(stock_routes(routing))
-    assert same([*vars(back).values()], [*vars(routing).values()])
-    empty = Routing(torch.empty(1, 0, dtype=torch.long), torch.empty(1, 0), torch.tensor(0.0), torch.zeros(2), 0, 2)
-    assert routing_of(stock_routes(empty)).slots_KS.shape == (1, 0)
 
 
 def test_made_up_tokens_of_the_autotuner_are_not_shown_to_hooks_and_entropy_is_known_with_them() -> None:

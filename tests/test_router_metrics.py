@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import ds_fsmoe
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.registry import lookup
-from ds_fsmoe.telemetry.routers import LayerLoad, RouterMetrics, of_routers
+from ds_fsmoe.telemetry.routers import RouterMetrics
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, NUM_EXPERTS, Case, SmallModel, batch
 
@@ -160,17 +159,6 @@ def test_no_counting_goes_on_where_nobody_listens_and_tokens_that_two_ranks_have
     assert sum(load.tokens_E) == load.asked == 11
     assert not gate.says_entropy
     assert counted(metrics, gate) is gate
-
-
-def test_a_load_on_one_expert_is_seen_as_such() -> None:
-    load = LayerLoad((12.0, 0.0, 0.0), dropped=3.0, asked=12.0, aux_loss=2.0, entropy=None)
-    values = of_routers({"L00": load, "L01": LayerLoad((4.0, 4.0, 4.0), 0.0, 12.0, 1.0, 0.5)}, False)
-    assert load.variation == pytest.approx(math.sqrt(2))
-    assert values["expert_tokens_max"] == 12
-    assert values["expert_tokens_cv"] == pytest.approx(math.sqrt(2) / 2)
-    assert values["dropped_share"] == pytest.approx(3 / 24)
-    assert values["aux_loss"] == 3
-    assert values["router_entropy"] == 0.5
 
 
 def test_tokens_that_no_expert_takes_are_dropped_ones() -> None:
