@@ -94,31 +94,26 @@ def train_each(rank: int, world_size: int, ways: list[Way]) -> list[str]:
     said: list[str] = []
     convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
     for name, stage, dtype, optimizer in ways:
-        way, options = f"{name}, ZeRO {stage}, {dtype}, optimizer {optimizer}", OPTIONS.get(name, {"k": 2})
         config = {} if optimizer == "by config" else {"optimizer": None}
-        case = Case(ep_size=2, stage=stage, dtype=dtype)
-        engine, model = start(case, rank, {"type": name} | options, config, **degrees(3, 2))
-        gate = model.moes[0].deepspeed_moe.gate
+        options = {"type": name} | OPTIONS.get(name, {"k": 2})
+        engine, model = start(Case(ep_size=2, stage=stage, dtype=dtype), rank, options, config, **degrees(3, 2))
+        gate, chosen = model.moes[0].deepspeed_moe.gate, engine.fsmoe.chosen()
         before = {each: value.clone() for each, value in gate.named_parameters()}
         losses = [one_micro_step(engine, model, 0, rank) for _ in range(10)]
-        if not losses[-1] < 0.985 * losses[0]:
-            said.append(f"{way}: losses {losses}")
+        is_right = {
+            f"losses fall, {losses}": losses[-1] < 0.985 * losses[0],
+            f"a {type(gate).__name__}": name == "topk" or type(gate) is registry.lookup("gate", name),
+            f"{chosen}": chosen["gate"].startswith("topk" if name == "topk" else type(gate).__name__),
+            f"{chosen}, its order": chosen["order"] == kind_of(gate).order,
+            "saves its own": name != "scaled" or "deepspeed_moe.gate.scale" in model.moes[0].state_dict(),
+        }
         for each, value in gate.named_parameters():
-            # In 16 bits a scalar may stay where it is for some steps; the optimizer has it in 32.
-            if dtype == "fp32" and torch.equal(before[each], value):
-                said.append(f"{way}: {each} did not learn")
             both = [torch.empty_like(value.data) for _ in range(world_size)]
             dist.all_gather(both, value.data)
-            if not torch.equal(*both):
-                said.append(f"{way}: the ranks have come apart in {each}")
-        if type(gate) is not registry.lookup("gate", name) and name != "topk":
-            said.append(f"{way}: the gate is a {type(gate).__name__}")
-        if name == "scaled" and "deepspeed_moe.gate.scale" not in model.moes[0].state_dict():
-            said.append(f"{way}: the gate's own parameter is not in the state dict")
-        chosen = engine.fsmoe.chosen()
-        named = "topk" if name == "topk" else type(gate).__name__
-        if not chosen["gate"].startswith(named) or chosen["order"] != kind_of(gate).order:
-            said.append(f"{way}: {chosen}")
+            is_right[f"ranks agree in {each}"] = torch.equal(*both)
+            # In 16 bits a scalar may stay where it is for some steps; the optimizer has it in 32.
+            is_right[f"{each} learns"] = dtype != "fp32" or not torch.equal(before[each], value)
+        said += [f"{name}, ZeRO {stage}, {dtype}, {optimizer}: {each}" for each, right in is_right.items() if not right]
         engine.destroy()
     return said
 

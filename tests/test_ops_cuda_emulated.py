@@ -28,7 +28,6 @@ from tests.emulated_kernels import (  # noqa: E402
     FOLDER,
     PRIORITIES,
     RACING,
-    REPOSITORY,
     SANITIZED_STATUS,
     Behind,
     Ended,
@@ -58,43 +57,27 @@ SLOT_CASES = list(itertools.product(SHAPES_SEkC, PRIORITIES))
 def test_rows_are_arranged_and_restored_as_by_the_reference(shape_SMKN, dtype, out_dtype) -> None:
     kernels, (num_tokens, width, num_choices, num_slots) = build("rows.cu", CHECKED), shape_SMKN
     slots_KS, x_SM = random_slots(num_tokens, num_choices, num_slots), random_rows(num_tokens, width, dtype)
-    arranged_NM = kernels.arrange(x_SM, slots_KS, num_slots, out_dtype)
+    # Rows that do not begin at 16 bytes are moved value by value.
+    in_offset_bytes, out_offset_bytes = {7: (4, 0), 5: (0, 4)}.get(num_tokens, (0, 0))
+    offset = {"out_offset_bytes": out_offset_bytes}
+    arranged_NM = kernels.arrange(Behind(x_SM, in_offset_bytes), slots_KS, num_slots, out_dtype, **offset)
     assert_same_bits(arranged_NM, reference.arrange(x_SM, slots_KS, num_slots, out_dtype))
     y_NM = random_rows(num_slots, width, dtype).requires_grad_()
     # Weights are read where they lie, here token by token, and their gradients lie there too.
     weights_KS = random_rows(num_tokens, num_choices, torch.float32, 2).t().requires_grad_()
-    d_out_SM = random_rows(num_tokens, width, out_dtype, 3)
+    y, d_out_SM = Behind(y_NM, in_offset_bytes), random_rows(num_tokens, width, out_dtype, 3)
     for weights, by_slot in itertools.product((None, weights_KS), (True, False)):
         expected_SM = reference.restore(y_NM, slots_KS, weights, out_dtype, by_slot)
-        found_SM = kernels.restore(y_NM, slots_KS, weights, out_dtype, by_slot=by_slot)
+        found_SM = kernels.restore(y, slots_KS, weights, out_dtype, by_slot=by_slot, **offset)
         assert_same_bits(found_SM, expected_SM.detach())
     if 0 in shape_SMKN and num_slots:  # then the bindings return zeros
         return
     expected_SM.backward(d_out_SM)
-    dy_NM, d_weights_KS = kernels.restore_backward(d_out_SM, y_NM, slots_KS, weights_KS)
-    assert_same_bits(dy_NM, y_NM.grad)
-    largest = float(d_out_SM.double().abs().sum(1).max() * y_NM.detach().double().abs().max()) if num_slots else 0.0
-    torch.testing.assert_close(d_weights_KS, weights_KS.grad, rtol=0, atol=1e-6 * largest)
-
-
-@pytest.mark.parametrize(("in_offset_bytes", "out_offset_bytes"), [(4, 0), (0, 4), (8, 4)])
-def test_rows_that_do_not_begin_at_16_bytes_are_moved_value_by_value(
-    in_offset_bytes: int, out_offset_bytes: int
-) -> None:
-    kernels, (num_tokens, width, num_slots) = build("rows.cu", CHECKED), (5, 8, 11)
-    slots_KS, offset = random_slots(num_tokens, 2, num_slots), {"out_offset_bytes": out_offset_bytes}
-    x_SM, y_NM = (random_rows(rows, width, torch.float32) for rows in (num_tokens, num_slots))
-    weights_KS = random_rows(2, num_tokens, torch.float32, 2)
-    x, y = Behind(x_SM, in_offset_bytes), Behind(y_NM, in_offset_bytes)
-    arranged_NM = kernels.arrange(x, slots_KS, num_slots, torch.float32, **offset)
-    assert_same_bits(arranged_NM, reference.arrange(x_SM, slots_KS, num_slots))
-    restored_SM = kernels.restore(y, slots_KS, weights_KS, torch.float32, **offset)
-    assert_same_bits(restored_SM, reference.restore(y_NM, slots_KS, weights_KS, torch.float32))
-    straight = kernels.restore_backward(x_SM, y_NM, slots_KS, weights_KS)
-    for given in ((x, y_NM), (x_SM, y)):
+    for given in ((Behind(d_out_SM, in_offset_bytes), y_NM), (d_out_SM, y)):
         dy_NM, d_weights_KS = kernels.restore_backward(*given, slots_KS, weights_KS, **offset)
-        assert_same_bits(dy_NM, straight[0])
-        torch.testing.assert_close(d_weights_KS, straight[1])
+        assert_same_bits(dy_NM, y_NM.grad)
+        largest = float(d_out_SM.double().abs().sum(1).max() * y_NM.detach().double().abs().max()) if num_slots else 0.0
+        torch.testing.assert_close(d_weights_KS, weights_KS.grad, rtol=0, atol=1e-6 * largest)
 
 
 def assert_takes_slots(case: tuple, scores, strides: tuple[int, int, int], expected, kernels: Kernels) -> None:
@@ -403,4 +386,3 @@ def test_there_are_barriers_and_atomics_to_leave_out() -> None:
         "".join(re.sub(r"//.*", "", (FOLDER / file).read_text()) for file in KERNEL_FILES),
     )
     assert len(known) == len(SITES), "one per line, of a kind that the emulation knows"
-    assert (REPOSITORY / "tests/emulated_cuda/threads.h").is_file()
