@@ -66,26 +66,17 @@ def trained(rank: int, world_size: int, folder: str, family: str, stage: int, ch
     return found
 
 
-@pytest.fixture(scope="module")
-def of_ranks(folder: Path) -> list[dict[str, Any]]:
-    (today,) = draw("trainings that are watched", WATCHED, 1)
-    return run_on_ranks(trained, 2, folder / "ranks", str(folder), *today)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("watched")
-
-
 @pytest.mark.long
-def test_losses_are_those_of_a_run_that_nobody_watches_and_recorded_with_the_tokens_that_came(
-    folder: Path, of_ranks: list[dict[str, Any]]
+def test_a_model_that_is_watched_trains_as_without_and_is_recorded_traced_reported_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (today,) = draw("trainings that are watched", WATCHED, 1)
+    of_ranks = run_on_ranks(trained, 2, tmp_path / "ranks", str(tmp_path), *today)
     for each in of_ranks:
         assert each["ours"] == each["plain"]
         assert each["stock"] == pytest.approx(each["plain"], rel=1e-4)
     for way in WAYS:
-        run, losses = read_run(folder / way / "run"), of_ranks[0][way]
+        run, losses = read_run(tmp_path / way / "run"), of_ranks[0][way]
         assert not run.problems
         assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
         # Neither evaluations nor what is computed again in a backward.
@@ -94,13 +85,7 @@ def test_losses_are_those_of_a_run_that_nobody_watches_and_recorded_with_the_tok
         assert [row["loss"] for row in run.steps] == pytest.approx(means)
         layers = [(each["experts"], each["ep_size"]) for each in run.facts["layers"].values()]
         assert layers == 2 * [(NUM_EXPERTS, 2 if way == "ours" else 1)]
-
-
-@pytest.mark.long
-def test_there_are_traces_with_the_tasks_of_the_experts_and_a_page_and_a_comparison_of_both_runs(
-    folder: Path, of_ranks: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stock, ours = (folder / way / "run" for way in ("stock", "ours"))
+    stock, ours = (tmp_path / way / "run" for way in ("stock", "ours"))
     for rank in range(2):
         trace = read_trace(ours / "trace" / f"rank{rank}.json")
         assert (trace["otherData"]["complete"], trace["otherData"]["steps"]) == (True, [1, 2])

@@ -272,9 +272,8 @@ def wrong(rank: int, folder: str) -> None:
         with pytest.raises(ReplayError, match=r"fsmoe.routing.replay = .* step 1, micro-batch 0.*steps 0 to 0"):
             forward(made, 1, rank)
         made.destroy()
-    for place, error in ((f"{folder}/nothing", "no such folder or file"), (f"{folder}/stock", "with another model")):
-        with pytest.raises(ConfigError, match=f"fsmoe.routing.replay = .*{error}"):
-            engine("qwen3_moe", 0, "none", rank, replay=place)
+    with pytest.raises(ConfigError, match=r"fsmoe\.routing\.replay = .*with another model"):
+        engine("qwen3_moe", 0, "none", rank, replay=f"{folder}/stock")
 
 
 def full_disk(rank: int) -> list[str]:
