@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError
@@ -26,7 +25,7 @@ from ds_fsmoe.offline.report.comparison import losses_of, pair, times_of
 from ds_fsmoe.offline.report.critical_path import BETWEEN, phases
 from ds_fsmoe.routes.written import parts_of
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, batch, train_steps
 
 NUM_STEPS = 8
 NAMES = ("stock", "ours")
@@ -213,107 +212,83 @@ def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
 MINE = {"cluster.json": '{"mine": 1}', "plans.json": '{"mine": 2}', "trace/mine.json": '{"mine": 3}'}
 
 
-def write_mine(folder: Path) -> None:
-    (folder / "trace").mkdir(parents=True)
-    for name, text in MINE.items():
-        (folder / name).write_text(text)
-
-
-def engine_of(rank: int, **block: Any) -> Any:
-    case = Case(min(2, dist.get_world_size()), 1)
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"autotune": False, **block})
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-
-def steps_of(engine: Any, rank: int, steps: int = 2) -> None:
-    for step in range(steps):
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-
-
 def refusal_of(rank: int, **block: Any) -> str:
     try:
-        engine_of(rank, **block)
+        start(Case(2, 1), rank, block)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def refused(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """What is said of folders that cannot be taken; then a run that takes them."""
-    root = Path(folder)
-    record, routes = {"dir": str(root / "record")}, {"record": str(root / "routes")}
+def refused(rank: int, world_size: int, folder: str) -> dict[Any, str]:
+    """What is said of folders that cannot be taken."""
+    root, said = Path(folder), {"routes": refusal_of(rank, routing={"record": f"{folder}/routes"})}
     trace = {"enabled": True, "path": str(root / "file" / "trace" if rank == 1 else root / "trace")}
-    said = {}
     for enabled in (True, False):
-        said[f"owned record, {enabled}"] = refusal_of(rank, enabled=enabled, record=record)
-        said[f"mine, {enabled}"] = refusal_of(rank, enabled=enabled, record={"dir": str(root / "mine")})
-        said[f"no folder, {enabled}"] = refusal_of(rank, enabled=enabled, record={"dir": str(root / "file" / "run")})
-        said[f"trace, {enabled}"] = refusal_of(rank, enabled=enabled, trace=trace)
-    said["owned routes"] = refusal_of(rank, enabled=True, routing=routes)
-    # The same process may go on, in folders that are nobody's.
-    engine = engine_of(rank, enabled=True, record={"dir": str(root / "own")}, routing={"record": str(root / "own")})
-    steps_of(engine, rank)
-    held = [owner_of(root / "own", name) for name in (OF_RECORD, OF_ROUTING)]
-    said["held"] = [None if each is None else (each.life, each.process) for each in held]
-    said["first process"] = os.getpid()
-    dist.barrier()  # or a rank that is ahead releases what another one looks for
-    engine.destroy()
-    dist.barrier()
-    said["released"] = [owner_of(root / "own", name) is None for name in (OF_RECORD, OF_ROUTING)]
+        for name in ("record", "mine", "file/run"):
+            said[name, enabled] = refusal_of(rank, enabled=enabled, record={"dir": str(root / name)})
+        said["trace", enabled] = refusal_of(rank, enabled=enabled, trace=trace)
     return said
 
 
-@pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("folders")
-    (folder / "file").write_text("no folder")
-    write_mine(folder / "mine")
+def test_a_folder_that_cannot_be_taken_is_refused_on_every_rank_and_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "mine" / "trace").mkdir(parents=True)
+    for name, text in MINE.items():
+        (tmp_path / "mine" / name).write_text(text)
     owners = []
     for name, of in (("record", OF_RECORD), ("routes", OF_ROUTING)):
-        (folder / name).mkdir()
-        owners.append(Ownership(folder / name, name=of))
-    (folder / "routes" / "rank_00000.0000.npy").write_text("another job's")
-    found = run_on_ranks(refused, 2, folder / "ranks", str(folder))
+        (tmp_path / name).mkdir()
+        owners.append(Ownership(tmp_path / name, name=of))
+    (tmp_path / "routes" / "rank_00000.0000.npy").write_text("another job's")
+    for said in run_on_ranks(refused, 2, tmp_path / "ranks", str(tmp_path)):
+        for enabled in (True, False):
+            # Another job records there; there are files that no run has left; there is no folder; one rank cannot write.
+            assert f'fsmoe.record.dir = "{tmp_path / "record"}": process {os.getpid()} on' in said["record", enabled]
+            assert "contains plans.json, cluster.json, which are not from a recorded run" in said["mine", enabled]
+            assert said["file/run", enabled].startswith("fsmoe.record.dir = ")
+            assert said["trace", enabled].startswith("fsmoe.trace.path = ")
+            assert "rank 1: cannot be written to" in said["trace", enabled]
+        assert "fsmoe.routing.record" in said["routes"]
+        assert f"process {os.getpid()} on" in said["routes"]
     for each in owners:
         each.release()
-    return folder, found
+    assert not (tmp_path / "record" / RUN).exists()
+    assert (tmp_path / "routes" / "rank_00000.0000.npy").read_text() == "another job's"
+    assert {name: (tmp_path / "mine" / name).read_text() for name in MINE} == MINE
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_folder_that_cannot_be_taken_is_refused_on_every_rank_and_stays_as_it_is(
-    enabled: bool, outcome: tuple[Path, list[dict[str, Any]]]
-) -> None:
-    folder, (one, other) = outcome
-    for what in (f"owned record, {enabled}", "owned routes", f"mine, {enabled}", f"no folder, {enabled}"):
-        assert one[what] == other[what]
-    assert one[f"no folder, {enabled}"].startswith("fsmoe.record.dir = ")
-    # Another job records there.
-    assert f'fsmoe.record.dir = "{folder / "record"}": process {os.getpid()} on' in one[f"owned record, {enabled}"]
-    assert not (folder / "record" / RUN).exists()
-    # Another job records routing.
-    assert "fsmoe.routing.record" in one["owned routes"]
-    assert f"process {os.getpid()} on" in one["owned routes"]
-    assert (folder / "routes" / "rank_00000.0000.npy").read_text() == "another job's"
-    # There are files that no run has left.
-    assert "contains plans.json, cluster.json, which are not from a recorded run" in one[f"mine, {enabled}"]
-    assert {name: (folder / "mine" / name).read_text() for name in MINE} == MINE
-    # One rank cannot write a trace.
-    assert one[f"trace, {enabled}"].startswith("fsmoe.trace.path = ")
-    for each in (one, other):
-        assert "rank 1: cannot be written to" in each[f"trace, {enabled}"]
+def held_and_forked(rank: int, world_size: int, folder: str) -> list[Any]:
+    """End a forked child of each kind of engine as an interpreter ends, and return what the parent's files say."""
+    found = []
+    for enabled in (True, False):
+        run = Path(folder, str(enabled))
+        trace, routing = {"enabled": True, "start_step": 0, "num_steps": 9}, {"record": str(run)} if enabled else {}
+        block = {"enabled": enabled, "autotune": False, "record": {"dir": str(run)}, "routing": routing, "trace": trace}
+        engine = start(Case(1, 1), rank, block)
+        train_steps(engine, rank, range(2))
+        child = os.fork()
+        if not child:
+            try:
+                atexit._run_exitfuncs()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        owners = [owner_of(run, name) for name in (OF_RECORD, OF_ROUTING)[: 1 + enabled]]
+        is_held = [(each.life, each.process) for each in owners] == [("alive", os.getpid())] * (1 + enabled)
+        found.append((is_held, "ended" in read_run(run).facts, (run / "trace" / "rank0.json").exists()))
+        train_steps(engine, rank, range(2))
+        engine.destroy()
+        is_held = any(owner_of(run, name) for name in (OF_RECORD, OF_ROUTING))
+        found.append((is_held, "ended" in read_run(run).facts, (run / "trace" / "rank0.json").exists()))
+        assert [row["step"] for row in read_run(run).steps] == [1, 2, 3, 4]
+    return found
 
 
-def test_folders_are_held_while_a_job_writes_there_and_released_with_its_engine(
-    outcome: tuple[Path, list[dict[str, Any]]],
-) -> None:
-    folder, (one, other) = outcome
-    assert one["held"] == other["held"] == 2 * [("alive", one["first process"])]
-    assert one["released"] == other["released"] == [True, True]
-    assert len(parts_of(folder / "own")) == 2
-    assert [row["step"] for row in read_run(folder / "own").steps] == [1, 2]
+def test_folders_are_held_until_the_engine_ends_and_the_end_of_a_forked_process_is_not_that(tmp_path: Path) -> None:
+    (found,) = run_on_ranks(held_and_forked, 1, tmp_path / "ranks", str(tmp_path))
+    assert found == 2 * [(True, False, False), (False, True, True)]
+    assert len(parts_of(tmp_path / "True")) == 1
 
 
 def test_only_files_of_a_run_are_removed_ahead_of_the_next(tmp_path: Path) -> None:
@@ -335,31 +310,3 @@ def test_steps_that_do_not_grow_are_named(tmp_path: Path) -> None:
     (tmp_path / STEPS).write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 3, 4)))
     (problem,) = read_run(tmp_path).problems
     assert "step 3 comes after step 3" in problem
-
-
-def forked(rank: int, world_size: int, folder: str) -> list[Any]:
-    """End a forked child of each kind of engine as an interpreter ends, and return what the parent's files say."""
-    found = []
-    for enabled in (True, False):
-        run = Path(folder, str(enabled))
-        block = {"record": {"dir": str(run)}, "trace": {"enabled": True, "start_step": 0, "num_steps": 9}}
-        engine = engine_of(rank, enabled=enabled, routing={"record": str(run)} if enabled else {}, **block)
-        steps_of(engine, rank)
-        child = os.fork()
-        if not child:
-            try:
-                atexit._run_exitfuncs()
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        trace = run / "trace" / "rank0.json"
-        found.append(("ended" in read_run(run).facts, trace.exists(), owner_of(run, OF_RECORD).life))
-        steps_of(engine, rank)
-        engine.destroy()
-        found.append(("ended" in read_run(run).facts, trace.exists(), len(read_run(run).steps)))
-    return found
-
-
-def test_the_end_of_a_forked_process_is_not_that_of_the_run(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(forked, 1, tmp_path / "ranks", str(tmp_path))
-    assert found == 2 * [(False, False, "alive"), (True, True, 4)]
