@@ -4,6 +4,7 @@ the deepseek gate: what it counts, how it moves, and what becomes of it in casts
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -55,18 +56,14 @@ def train(name: str, steps: int = 150) -> tuple[list[float], list[float]]:
     return losses, imbalances
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 GATES = registry.known("gate")
 
 
 @sampled("name", GATES, kept=[GATES.index("deepseek")], drawn=2)
 def test_the_loss_falls_and_the_load_comes_nearer_to_balance(name: str) -> None:
     losses, imbalances = train(name)
-    assert mean(losses[-10:]) < 0.7 * mean(losses[:10])
-    first, last = mean(imbalances[:5]), mean(imbalances[-10:])
+    assert fmean(losses[-10:]) < 0.7 * fmean(losses[:10])
+    first, last = fmean(imbalances[:5]), fmean(imbalances[-10:])
     if kind_of(registry.lookup("gate", name)).order == "sparse" and name != "expert_choice":
         assert first > 1.3
         assert last < 1 + 0.75 * (first - 1)

@@ -243,7 +243,7 @@ def test_a_folder_that_cannot_be_taken_is_refused_on_every_rank_and_stays_as_it_
     (tmp_path / "routes" / "rank_00000.0000.npy").write_text("another job's")
     for said in run_on_ranks(refused, 2, tmp_path / "ranks", str(tmp_path)):
         for enabled in (True, False):
-            # Another job records there; there are files that no run has left; there is no folder; one rank cannot write.
+            # Another job records there; files are there that no run has left; it is in a file; one rank cannot write.
             assert f'fsmoe.record.dir = "{tmp_path / "record"}": process {os.getpid()} on' in said["record", enabled]
             assert "contains plans.json, cluster.json, which are not from a recorded run" in said["mine", enabled]
             assert said["file/run", enabled].startswith("fsmoe.record.dir = ")
