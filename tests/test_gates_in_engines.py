@@ -88,43 +88,40 @@ WAYS: list[Way] = covering(
 TODAYS = draw("ways in which gates train", WAYS, 3)
 
 
-def train_each(rank: int, world_size: int, ways: list[Way]) -> list[str]:
-    """What is not as it should be."""
+def train_each(rank: int, world_size: int, ways: list[Way]) -> None:
     registry.register_gate("scaled")(ScaledGate)
     said: list[str] = []
     convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
-    for name, stage, dtype, optimizer in ways:
+    for way in ways:
+        name, stage, dtype, optimizer = way
         config = {} if optimizer == "by config" else {"optimizer": None}
         options = {"type": name} | OPTIONS.get(name, {"k": 2})
         engine, model = start(Case(ep_size=2, stage=stage, dtype=dtype), rank, options, config, **degrees(3, 2))
         gate, chosen = model.moes[0].deepspeed_moe.gate, engine.fsmoe.chosen()
         before = {each: value.clone() for each, value in gate.named_parameters()}
         losses = [one_micro_step(engine, model, 0, rank) for _ in range(10)]
-        is_right = {
-            f"losses fall, {losses}": losses[-1] < 0.985 * losses[0],
-            f"a {type(gate).__name__}": name == "topk" or type(gate) is registry.lookup("gate", name),
-            f"{chosen}": chosen["gate"].startswith("topk" if name == "topk" else type(gate).__name__),
-            f"{chosen}, its order": chosen["order"] == kind_of(gate).order,
-            "saves its own": name != "scaled" or "deepspeed_moe.gate.scale" in model.moes[0].state_dict(),
-        }
+        assert losses[-1] < 0.985 * losses[0], (way, losses)
+        assert name == "topk" or type(gate) is registry.lookup("gate", name), way
+        assert chosen["gate"].startswith("topk" if name == "topk" else type(gate).__name__), (way, chosen)
+        assert chosen["order"] == kind_of(gate).order, (way, chosen)
+        assert name != "scaled" or "deepspeed_moe.gate.scale" in model.moes[0].state_dict(), way
         for each, value in gate.named_parameters():
             both = [torch.empty_like(value.data) for _ in range(world_size)]
             dist.all_gather(both, value.data)
-            is_right[f"ranks agree in {each}"] = torch.equal(*both)
+            assert torch.equal(*both), (way, each)
             # In 16 bits a scalar may stay where it is for some steps; the optimizer has it in 32.
-            is_right[f"{each} learns"] = dtype != "fp32" or not torch.equal(before[each], value)
-        said += [f"{name}, ZeRO {stage}, {dtype}, {optimizer}: {each}" for each, right in is_right.items() if not right]
+            assert dtype != "fp32" or not torch.equal(before[each], value), (way, each)
         engine.destroy()
-    return said
+    assert said == []
 
 
 @sampled("ways", [TODAYS, [way for way in WAYS if way not in TODAYS]], kept=[0], drawn=0, ids=["today's", "others"])
 def test_every_gate_trains_in_an_engine_by_its_name(ways: list[Way], tmp_path: Path) -> None:
-    assert run_on_ranks(train_each, 2, tmp_path, ways) == [[], []]
+    run_on_ranks(train_each, 2, tmp_path, ways)
 
 
-def differ_by_layout(rank: int, name: str) -> list[str]:
-    """Layouts whose losses, on one batch again and again, are not those of whole experts; and what is warned of."""
+def train_in_every_layout(rank: int, name: str) -> None:
+    """On one batch again and again; without tensor parallelism, later tokens are warned of."""
     said: list[str] = []
     convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
     gate = {"type": name} | {each: value for each, value in OPTIONS[name].items() if each != "causal"}
@@ -141,12 +138,14 @@ def differ_by_layout(rank: int, name: str) -> list[str]:
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(number))
         losses[way] = [one_micro_step(engine, model, 0, rank) for _ in range(3)]
         engine.destroy()
-    whole = losses["whole"]
-    assert whole[0] != whole[-1]
-    return [f"{way}: {each}, {whole}" for way, each in losses.items() if each != pytest.approx(whole, rel=2e-6)] + said
+        assert losses[way] == pytest.approx(losses["whole"], rel=2e-6), way
+    assert losses["whole"][0] != losses["whole"][-1]
+    (warning,) = said
+    assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
+    assert 'set "causal": false in fsmoe.gate' in warning
 
 
-def differ_by_tensor_parallelism(rank: int, name: str) -> list[str]:
+def train_under_tensor_parallelism(rank: int, name: str) -> None:
     case, block = Case(2, 0, "fp32"), {"gate": {"type": name} | OPTIONS[name]}
     begin(1)
     theirs = train(case, ds_fsmoe.initialize, degrees(1, 1, **block), 2, mpu=None, ep_rank=rank)
@@ -154,19 +153,18 @@ def differ_by_tensor_parallelism(rank: int, name: str) -> list[str]:
     ours = train(case, ds_fsmoe.initialize, degrees(3, 2, **block), 2, mpu=mpu, ep_rank=rank)
     assert not torch.equal(ours["losses"][0], ours["losses"][-1])
     # A rank has worked on other tokens in the two runs; what becomes of all gradients of experts, parameters show.
-    return differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
+    found = differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
+    assert found == [], found
 
 
-def differ(rank: int, world_size: int, name: str) -> tuple[list[str], list[str]]:
-    return differ_by_layout(rank, name), differ_by_tensor_parallelism(rank, name)
+def train_where_slots_choose(rank: int, world_size: int, name: str) -> None:
+    train_in_every_layout(rank, name)
+    train_under_tensor_parallelism(rank, name)
 
 
 @sampled("name", SLOTS_CHOOSE)
 def test_where_slots_choose_layouts_train_alike_and_later_tokens_are_warned_of_once(name: str, tmp_path: Path) -> None:
-    for (warning,), by_tensor_parallelism in run_on_ranks(differ, 2, tmp_path, name):
-        assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
-        assert 'set "causal": false in fsmoe.gate' in warning
-        assert by_tensor_parallelism == []
+    run_on_ranks(train_where_slots_choose, 2, tmp_path, name)
 
 
 # ---- a model's own gates
@@ -196,9 +194,8 @@ class WrappedGate(nn.Module):
         return self.inner(*args)
 
 
-def own_gates(rank: int, world_size: int) -> dict[str, Any]:
-    """What gates do that a script has put into its layers, and stock's with other settings."""
-    found: dict[str, Any] = {}
+def own_gates(rank: int, world_size: int) -> None:
+    """What gates do that a script has put into its layers."""
     for kind, case in (("subclass", Case(2, 1)), ("wrapped", Case(2, 1, k=2, drop_tokens=False))):
         outputs = []
         for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
@@ -213,35 +210,33 @@ def own_gates(rank: int, world_size: int) -> dict[str, Any]:
             torch.manual_seed(rank)
             outputs.append(engine(*batch(0, rank, torch.float32))[1])
             engine.destroy()
+        # The wrapped one agrees with the other ranks on the capacity, or outputs would differ.
+        assert torch.equal(*outputs), kind
         inner = model.moes[0].deepspeed_moe
-        found[kind] = type(inner.gate).__name__, torch.equal(*outputs), inner.exp_counts.tolist()
+        assert type(inner.gate) is (CallersGate if kind == "subclass" else WrappedGate)
+        assert kind != "subclass" or inner.exp_counts.tolist() == [0, 21, 0, 0]
 
-    model, case = SmallModel(Case(2), rank), Case(2)
-    gate = SoftMoEGate(slots_per_expert=3)
+    # Each layer has the order of its own gate, and a replaced gate is trained.
+    model, gate = SmallModel(Case(2), rank), SoftMoEGate(slots_per_expert=3)
     gate.build_once(WIDTH, 4)
     model.moes[0].deepspeed_moe.gate = gate
-    config = case.ds_config(fsmoe={"enabled": True})
+    config = Case(2).ds_config(fsmoe={"enabled": True})
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     before = gate.wg.weight.detach().clone()
     one_micro_step(engine, model, 0, rank)
-    found["orders"] = engine.fsmoe.chosen()["order"], not torch.equal(before, gate.wg.weight)
-    return found
+    assert engine.fsmoe.chosen()["order"] == "dense; sparse"
+    assert not torch.equal(before, gate.wg.weight)
 
 
 @pytest.mark.long
 def test_gates_that_a_script_has_put_into_its_layers_keep_their_say(tmp_path: Path) -> None:
-    for found in run_on_ranks(own_gates, 2, tmp_path):
-        assert found["subclass"] == ("CallersGate", True, [0, 21, 0, 0])
-        # It agrees with the other ranks on the capacity, or outputs would differ.
-        assert found["wrapped"][:2] == ("WrappedGate", True)
-        # Each layer has the order of its own gate, and a replaced gate is trained.
-        assert found["orders"] == ("dense; sparse", True)
+    run_on_ranks(own_gates, 2, tmp_path)
 
 
 # ---- the bias of deepseek
 
 
-def biases_follow_the_counts(rank: int, folder: str) -> dict[str, Any]:
+def biases_follow_the_counts(rank: int, folder: str) -> None:
     engine, model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
     gates = [moe.deepspeed_moe.gate for moe in model.moes]
     expected = [torch.zeros(4) for _ in gates]
@@ -253,6 +248,9 @@ def biases_follow_the_counts(rank: int, folder: str) -> dict[str, Any]:
             sums.append(engine.global_steps)
         return stock_all_reduce(tensor, *args, **kwargs)
 
+    def are_as_expected(gates: list[nn.Module]) -> bool:
+        return all(torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True))
+
     dist.all_reduce = all_reduce
     for step in range(3):
         counts = [torch.zeros(4, dtype=torch.int64) for _ in gates]
@@ -260,8 +258,7 @@ def biases_follow_the_counts(rank: int, folder: str) -> dict[str, Any]:
             one_micro_step(engine, model, 2 * step + micro, rank)
             for total, moe in zip(counts, model.moes, strict=True):
                 total += moe.deepspeed_moe.exp_counts
-            if micro == 0:
-                assert all(torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True))
+            assert micro == 1 or are_as_expected(gates)
         engine.eval()
         engine(*batch(77, rank, torch.float32))
         engine.train()
@@ -269,38 +266,20 @@ def biases_follow_the_counts(rank: int, folder: str) -> dict[str, Any]:
             stock_all_reduce(total)
             bias -= 0.05 * (total * 4 - total.sum()).sign()
     dist.all_reduce = stock_all_reduce
-    right = [torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True)]
+    assert are_as_expected(gates)
+    assert torch.stack(expected).abs().max() > 0
+    assert sums == [1, 2, 3], "one sum for both layers, when a step has been taken"
 
     engine.save_checkpoint(folder, tag="now")
     after = one_micro_step(engine, model, 9, rank)
     other, other_model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
     other.load_checkpoint(folder, tag="now")
-    loaded = [
-        torch.equal(moe.deepspeed_moe.gate.balance_bias, bias)
-        for moe, bias in zip(other_model.moes, expected, strict=True)
-    ]
-    same = one_micro_step(other, other_model, 9, rank) == after
-    biases = [gate.balance_bias.tolist() for gate in gates]
-    return {"sums": sums, "right": right, "biases": biases, "loaded": loaded, "same": same}
+    assert are_as_expected([moe.deepspeed_moe.gate for moe in other_model.moes])
+    assert one_micro_step(other, other_model, 9, rank) == after
 
 
-def biases_after_an_overflow(rank: int) -> tuple[int, float, float]:
-    type(get_accelerator()).is_fp16_supported = lambda self: True
-    scale = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
-    engine, model = start(Case(ep_size=2, stage=1, dtype="fp16"), rank, DEEPSEEK, scale)
-    gate = model.moes[0].deepspeed_moe.gate
-    one_micro_step(engine, model, 0, rank)
-    after_overflow = gate.balance_bias.abs().max().item(), engine.skipped_steps
-    step = 1
-    while not engine.was_step_applied():
-        one_micro_step(engine, model, step, rank)
-        step += 1
-    return after_overflow[1], after_overflow[0], gate.balance_bias.abs().max().item()
-
-
-def bad_input(rank: int) -> tuple[str, bool, bool]:
-    """The error of a rank, whether it goes on behind it, and whether it runs through where nothing is checked."""
-    ends = []
+def bad_input_stops_all_ranks(rank: int) -> None:
+    """With the check; without it, it runs through."""
     x_BLM, target_BLM = batch(2, rank, torch.float32)
     if rank == 1:
         x_BLM[1, 3, 5], x_BLM[2, 6, 0] = float("nan"), float("inf")
@@ -309,37 +288,38 @@ def bad_input(rank: int) -> tuple[str, bool, bool]:
         for step in range(2):
             one_micro_step(engine, model, step, rank)
         if is_checked:
-            with pytest.raises(RouterInputError) as caught:
+            said = r"^moes\.0, step 2: nan or infinity in the router's input on rank 1 \(2 tokens\); check"
+            with pytest.raises(RouterInputError, match=said):
                 engine(x_BLM, target_BLM)
             # Nobody is waiting in an all-to-all: all ranks meet here, and go on together.
             engine.eval()
-            ends.append(bool(engine(*batch(3, rank, torch.float32))[0].isfinite()))
+            assert engine(*batch(3, rank, torch.float32))[0].isfinite()
         else:
-            ends.append(bool(engine(x_BLM, target_BLM)[0].isnan()))
-    return str(caught.value), *ends
+            assert engine(x_BLM, target_BLM)[0].isnan() or rank == 0
 
 
-def in_engines(rank: int, world_size: int, folder: str) -> tuple[Any, ...]:
-    return biases_follow_the_counts(rank, folder), bad_input(rank), biases_after_an_overflow(rank)
+def an_overflow_moves_no_bias(rank: int) -> None:
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    scale = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+    engine, model = start(Case(ep_size=2, stage=1, dtype="fp16"), rank, DEEPSEEK, scale)
+    gate = model.moes[0].deepspeed_moe.gate
+    one_micro_step(engine, model, 0, rank)
+    assert (engine.skipped_steps, gate.balance_bias.abs().max().item()) == (1, 0.0)
+    step = 1
+    while not engine.was_step_applied():
+        one_micro_step(engine, model, step, rank)
+        step += 1
+    assert gate.balance_bias.abs().max().item() == pytest.approx(0.05)
+
+
+def in_engines(rank: int, world_size: int, folder: str) -> None:
+    biases_follow_the_counts(rank, folder)
+    bad_input_stops_all_ranks(rank)
+    an_overflow_moves_no_bias(rank)
 
 
 def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_bad_input_stops_all(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(in_engines, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
-    counts, bad, overflow = zip(*of_ranks, strict=True)
-    assert counts[0] == counts[1]
-    assert counts[0]["sums"] == [1, 2, 3]  # one sum for both layers, when a step has been taken
-    assert counts[0]["right"] == counts[0]["loaded"] == [True, True]
-    assert torch.tensor(counts[0]["biases"]).abs().max() > 0
-    assert counts[0]["same"]
-    # The same error on all ranks names layer, step and rank; without the check nothing hangs.
-    (said, goes_on, _), (also_said, also_goes_on, runs_through) = bad
-    assert said == also_said
-    assert said.startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); check")
-    assert (goes_on, also_goes_on, runs_through) == (True, True, True)
-    # A step that overflowed moves no bias.
-    for skipped, after_overflow, after_a_step in overflow:
-        assert (skipped, after_overflow) == (1, 0.0)
-        assert after_a_step == pytest.approx(0.05)
+    run_on_ranks(in_engines, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
 
 
 def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list[int]]:

@@ -152,9 +152,8 @@ TODAYS = [draw(f"{pair} on ranks", [each for each in ON_RANKS if each[0] == pair
 OTHERS = [each for each in ON_RANKS if each not in TODAYS]
 
 
-def differ_from_one_rank(rank: int, world_size: int, cases: list[tuple[Any, tuple[int, int], bool]]) -> list[str]:
-    """Numbers of a layer whose experts are spread over ranks that are not those of a layer on one rank."""
-    found = []
+def compare_with_one_rank(rank: int, world_size: int, cases: list[tuple[Any, tuple[int, int], bool]]) -> None:
+    """Compare a layer whose experts are spread over ranks with a layer on one rank."""
     for (gate, order), degrees, masked in cases:
         options = options_of(gate, drop_tokens=True, capacity_factor=1.1, agree_capacity=True, slots_per_expert=3)
         whole = layer_of(gate, order, options, dispatch="padded").double()
@@ -185,11 +184,9 @@ def differ_from_one_rank(rank: int, world_size: int, cases: list[tuple[Any, tupl
         ours += [of_spread[each] for each in spread.experts.parameters()]
         for number, (one, other) in enumerate(zip(ours, expected, strict=True)):
             one = torch.zeros_like(other) if one is None else one
-            if not (one - other).abs().max() < 1e-12:
-                what = ("output", "dx")[number] if number < 2 else ("router" if number < shared else "experts")
-                found.append(f"{gate}, {order}, {degrees}, masked {masked}: {what}, by {(one - other).abs().max():.1e}")
+            what = ("output", "dx")[number] if number < 2 else ("router" if number < shared else "experts")
+            assert (one - other).abs().max() < 1e-12, (gate, order, degrees, masked, what)
         assert expected[1].abs().max() > 1e-3
-    return found
 
 
 def exchange_nothing() -> None:
@@ -202,17 +199,20 @@ def exchange_nothing() -> None:
             assert_same(cut, whole)
 
 
-def agreed_capacity(num_tokens: int) -> tuple[int, list[int], int]:
-    """(capacity, counts, empty slots) of a rank that has so many tokens."""
+def agree_on_capacity(rank: int) -> None:
+    """All have the largest capacity, and what an expert takes of a rank's tokens does not depend on those of others."""
+    num_tokens, taken = ((3, 2), (23, 12), (1, 1), (11, 6))[rank]
     gate = ExpertChoiceGate(k=2, agree_capacity=True)
     gate.build(M, E)
     routing = gate(torch.randn(num_tokens, M), None, dist.group.WORLD)
-    return routing.capacity, routing.counts_E.tolist(), int((routing.tokens_R == num_tokens).sum())
+    assert (routing.capacity, routing.counts_E.tolist()) == (12, [taken] * 4)
+    assert (routing.tokens_R == num_tokens).sum() == 4 * (12 - taken)
 
 
-def on_ranks(rank: int, world_size: int, cases: list[Any]) -> tuple[list[str], tuple[int, list[int], int]]:
+def on_ranks(rank: int, world_size: int, cases: list[Any]) -> None:
     exchange_nothing()
-    return differ_from_one_rank(rank, world_size, cases), agreed_capacity((3, 23, 1, 11)[rank])
+    compare_with_one_rank(rank, world_size, cases)
+    agree_on_capacity(rank)
 
 
 @sampled("world_size", [2, 4])
@@ -221,10 +221,7 @@ def test_a_layer_whose_experts_are_spread_over_ranks_equals_the_layer_on_one_wha
     cases: list[Any], world_size: int, tmp_path: Path
 ) -> None:
     assert {pair for pair, _, _ in cases} == set(PAIRS)
-    differ, agreed = zip(*run_on_ranks(on_ranks, world_size, tmp_path, cases), strict=True)
-    assert differ == ([],) * world_size
-    # All have the largest capacity, and what an expert takes of a rank's tokens does not depend on those of others.
-    assert agreed == tuple((12, [each] * 4, 4 * (12 - each)) for each in (2, 12, 1, 6)[:world_size])
+    run_on_ranks(on_ranks, world_size, tmp_path, cases)
 
 
 # ---- with compiled ops

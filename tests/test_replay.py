@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import deepspeed
 import torch
+from deepspeed.utils import safe_get_full_grad
 from torch import nn
 
 from ds_fsmoe.config.reading import ConfigError
@@ -90,51 +91,36 @@ def some_choice(seed: int, tokens: int, layers: int = LAYERS) -> np.ndarray:
     return np.random.default_rng(seed).random((tokens, layers, EXPERTS)).argsort(axis=-1)[..., :K]
 
 
-def router_gradients(made: Any) -> list[float]:
-    """The largest entry of each router's gradient."""
-    from deepspeed.utils import safe_get_full_grad
-
-    return [
-        safe_get_full_grad(each).abs().max().item()
-        for name, each in made.module.named_parameters()
-        if name.endswith(("mlp.gate.weight", "gate.wg.weight"))
-    ]
+ROUTERS = ("mlp.gate.weight", "gate.wg.weight")
 
 
-def replays(rank: int, world_size: int, folder: str, job: Job) -> list[str]:
-    """What is not as it should be."""
-    said, model = [], job[0]
+def replays(rank: int, world_size: int, folder: str, job: Job) -> None:
     made = engine(*job, rank, accumulation=2, record=f"{folder}/first", weights=True)
     recorded = train(made, rank)
     made.destroy()
     made = engine(*job, rank, accumulation=2, replay=f"{folder}/first", record=f"{folder}/again")
-    if (found := train(made, rank)) != recorded:
-        said.append(f"losses {found} of the replayed run, and {recorded} of the recorded one")
+    found = train(made, rank)
     made.destroy()
+    assert found == recorded, (found, recorded)
     first, again = read_routing(f"{folder}/first"), read_routing(f"{folder}/again")
-    if first.steps != (0, 1) or first.micro_batches(1, rank) != 2 or first.problems:
-        said.append(f"steps {first.steps}, {first.micro_batches(1, rank)} micro-batches, {first.problems}")
+    assert (first.steps, first.micro_batches(1, rank), len(first.problems)) == ((0, 1), 2, 0), first.problems
     mine = [key for key in first if key[0] == rank]
-    if len(mine) != STEPS * 2 * LAYERS or mine != [key for key in again if key[0] == rank]:
-        said.append(f"recorded are {mine}")
+    assert len(mine) == STEPS * 2 * LAYERS
+    assert mine == [key for key in again if key[0] == rank]
     for key in mine:
-        if not np.array_equal(first.choices(*key).indices_SK, again.choices(*key).indices_SK):
-            said.append(f"choices {key} differ when they are replayed")
-        if first.choices(*key).weights_SK.shape != first.choices(*key).indices_SK.shape:
-            said.append(f"weights of {key} have another shape")
+        assert np.array_equal(first.choices(*key).indices_SK, again.choices(*key).indices_SK), key
+        assert first.choices(*key).weights_SK.shape == first.choices(*key).indices_SK.shape
 
-    drifted = some_choice(rank, num_tokens(model, rank))
+    drifted = some_choice(rank, num_tokens(job[0], rank))
     made = engine(*job, rank, record=f"{folder}/drifted")
     made.fsmoe.replay(drifted)
     made.backward(forward(made, 0, rank))
-    gradients = router_gradients(made)
-    if len(gradients) != LAYERS or not min(gradients) > 1e-6:
-        said.append(f"gradients of routers are {gradients} with drifted choices")
+    routers = [each for name, each in made.module.named_parameters() if name.endswith(ROUTERS)]
+    assert len(routers) == LAYERS
+    assert all(safe_get_full_grad(each).abs().max() > 1e-6 for each in routers), "routers learn from drifted choices"
     made.step()
     made.destroy()
-    if not np.array_equal(read_routing(f"{folder}/drifted").stacked(rank, 0), drifted):
-        said.append("it did not go by the choice that was given")
-    return said
+    assert np.array_equal(read_routing(f"{folder}/drifted").stacked(rank, 0), drifted)
 
 
 STAGES = [("stock", 0), ("stock", 2), ("qwen3_moe", 2), ("qwen3_moe", 3)]
@@ -145,10 +131,10 @@ JOBS: list[Job] = [(*each, kind) for each in STAGES for kind in KINDS]
 def test_a_replayed_run_has_the_choices_and_losses_of_the_recorded_one_and_routers_learn(
     job: Job, tmp_path: Path
 ) -> None:
-    assert run_on_ranks(replays, 2, tmp_path / "ranks", str(tmp_path), job) == [[], []]
+    run_on_ranks(replays, 2, tmp_path / "ranks", str(tmp_path), job)
 
 
-def runs_again(rank: int, world_size: int, job: Job) -> list[str]:
+def runs_again(rank: int, world_size: int, job: Job) -> None:
     """Routers are changed between a forward and its backward, so that they would choose others when they run again."""
     made = engine(*job, rank)
     seen: dict[bool, list[torch.Tensor]] = {False: [], True: []}
@@ -168,16 +154,14 @@ def runs_again(rank: int, world_size: int, job: Job) -> list[str]:
     losses = [forward(made, number, rank) for number in range(2)]
     with torch.no_grad():
         for name, each in made.module.named_parameters():
-            if name.endswith(("mlp.gate.weight", "gate.wg.weight")):
+            if name.endswith(ROUTERS):
                 each.data = -each.data
     made.backward(sum(losses))
-    first, again = seen[False], seen[True]
-    by_forward = again[LAYERS:] + again[:LAYERS]
-    order = [*by_forward[:LAYERS][::-1], *by_forward[LAYERS:][::-1]]
     made.destroy()
-    if len(first) != 2 * LAYERS or len(again) != 2 * LAYERS or not all(map(torch.equal, first, order)):
-        return [f"{len(again)} of {len(first)} run again, or by other choices"]
-    return []
+    first, again = seen[False], seen[True]
+    assert len(first) == len(again) == 2 * LAYERS
+    in_order = again[LAYERS:][::-1] + again[:LAYERS][::-1]
+    assert all(map(torch.equal, first, in_order))
 
 
 # At ZeRO 1 to 3 DeepSpeed takes no two forwards into one backward under reentrant checkpointing.
@@ -188,12 +172,11 @@ AGAIN: list[Job] = [(model, 0, kind) for model in ("stock", "qwen3_moe") for kin
 def test_a_forward_that_runs_again_routes_as_it_did_even_if_routers_have_changed_since(
     job: Job, tmp_path: Path
 ) -> None:
-    assert run_on_ranks(runs_again, 2, tmp_path, job) == [[], []]
+    run_on_ranks(runs_again, 2, tmp_path, job)
 
 
-def sides(rank: int) -> list[str]:
+def sides(rank: int) -> None:
     """Uses besides the common one."""
-    said = []
     made = engine("qwen3_moe", 2, "none", rank)
     choices = some_choice(3, num_tokens("qwen3_moe", rank))
 
@@ -201,26 +184,19 @@ def sides(rank: int) -> list[str]:
         made.fsmoe.replay(given)
         return forward(made, 0, rank).item()
 
-    by_array = loss_by(choices)
-    by_tensor = loss_by(torch.from_numpy(choices).to(torch.int32))
-    by_list = loss_by([choices[:, 0], choices[:, 1].astype(np.uint8)])
-    live = forward(made, 0, rank).item()
-    if not by_array == by_tensor == by_list or by_array == live:
-        said.append(f"losses {by_array} by an array, {by_tensor} by a tensor, {by_list} by a list, {live} by itself")
-    if loss_by(np.full_like(choices, -1)) != live or loss_by(None) != live:
-        said.append("-1, or None on all ranks, is not the router's own choice")
+    by_array, live = loss_by(choices), forward(made, 0, rank).item()
+    assert by_array == loss_by(torch.from_numpy(choices).to(torch.int32))
+    assert by_array == loss_by([choices[:, 0], choices[:, 1].astype(np.uint8)])
+    assert by_array != live == loss_by(np.full_like(choices, -1)) == loss_by(None)
     # Only one rank replays; the other takes part.
-    if (loss_by(choices if rank == 0 else None) == live) is (rank == 0):
-        said.append("a rank with None did not choose by itself")
+    assert (loss_by(choices if rank == 0 else None) == live) is (rank == 1)
     made.module.eval()
     with torch.no_grad():
-        if loss_by(choices) == forward(made, 0, rank).item():
-            said.append("evaluation is not replayed")
+        assert loss_by(choices) != forward(made, 0, rank).item(), "evaluation is not replayed"
     made.destroy()
-    return said
 
 
-def all_layers(rank: int) -> list[str]:
+def all_layers(rank: int) -> None:
     """A model whose first layer has no experts, with choices of all its layers, as sampling engines return them."""
     config = hf_families.config_of("qwen3_moe")
     config.mlp_only_layers, config.num_hidden_layers = [0], 3
@@ -233,9 +209,8 @@ def all_layers(rank: int) -> list[str]:
     for each in (choices, choices[:, 1:]):
         made.fsmoe.replay(each)
         found.append(forward(made, 0, rank).item())
-    live = forward(made, 0, rank).item()
+    assert found[0] == found[1] != forward(made, 0, rank).item()
     made.destroy()
-    return [] if found[0] == found[1] != live else [f"losses {found}, {live} by itself"]
 
 
 def wrong(rank: int, folder: str) -> None:
@@ -276,40 +251,39 @@ def wrong(rank: int, folder: str) -> None:
         engine("qwen3_moe", 0, "none", rank, replay=f"{folder}/stock")
 
 
-def full_disk(rank: int) -> list[str]:
+def full_disk(rank: int) -> None:
     losses = []
     for routing in ({}, {"record": "/dev/null/nowhere"}):
         made = engine("stock", 0, "none", rank, **routing)
         losses.append(train(made, rank))
         made.destroy()
-    return [] if losses[0] == losses[1] else ["training changed where nothing could be recorded"]
+    assert losses[0] == losses[1]
 
 
-def without_a_batch(rank: int, folder: str) -> list[str]:
+def without_a_batch(rank: int, folder: str) -> None:
     """Rank 1 has no second batch, in a recorded run and in the replayed one."""
     losses = []
     for routing in ({"record": folder}, {"replay": folder}):
         made = engine("qwen3_moe", 0, "none", rank, **routing)
-        found = []
         for number in range(2):
             is_dummy = rank == 1 and number == 1
-            loss = made.fsmoe_dummy_forward() if is_dummy else forward(made, number, rank)
-            made.backward(loss)
+            losses.append(made.fsmoe_dummy_forward() if is_dummy else forward(made, number, rank))
+            made.backward(losses[-1])
             made.step()
-            found.append(loss.item())
-        losses.append(found)
         made.destroy()
-    return [] if losses[0] == losses[1] else [f"losses {losses}"]
+    assert [each.item() for each in losses[:2]] == [each.item() for each in losses[2:]]
 
 
-def other_uses(rank: int, world_size: int, folder: str) -> list[str]:
+def other_uses(rank: int, world_size: int, folder: str) -> None:
     wrong(rank, f"{folder}/wrong")
-    said = sides(rank) + all_layers(rank)
-    return said + without_a_batch(rank, f"{folder}/other") + full_disk(rank)
+    sides(rank)
+    all_layers(rank)
+    without_a_batch(rank, f"{folder}/other")
+    full_disk(rank)
 
 
 def test_choices_come_in_any_form_and_those_that_do_not_fit_are_one_error_on_all_ranks(tmp_path: Path) -> None:
-    assert run_on_ranks(other_uses, 2, tmp_path / "ranks", str(tmp_path)) == [[], []]
+    run_on_ranks(other_uses, 2, tmp_path / "ranks", str(tmp_path))
 
 
 # ---- routers of families
@@ -385,9 +359,8 @@ def grouped(family: str) -> Any:
     return engine_of(model, ds_config(0))
 
 
-def weighs(family: str, is_grouped: bool) -> list[str]:
-    """What is not as it should be of a family."""
-    said, make = [], grouped if is_grouped else plain
+def weighs(family: str, is_grouped: bool) -> None:
+    make = grouped if is_grouped else plain
     # Without groups, since a choice of all experts is not one of some groups.
     whole = {} if is_grouped else all_weights(family, make)
     engine = make(family)
@@ -399,8 +372,7 @@ def weighs(family: str, is_grouped: bool) -> list[str]:
     nothing = torch.full((TOKENS, k), -1)
     engine.fsmoe.replay([own.get(label, (nothing, None))[0] for label in engine.fsmoe.inner_layers])
     loss_of(engine, x)
-    if any(not torch.equal(weights, own[label][1]) for label, (_, weights) in seen.calls.items()):
-        said.append("other weights by its own choice")
+    assert all(torch.equal(weights, own[label][1]) for label, (_, weights) in seen.calls.items()), family
 
     order = np.random.default_rng(7).random((TOKENS, len(own), NUM_EXPERTS))
     drifted = order.argsort(axis=-1)[..., :k]
@@ -409,23 +381,24 @@ def weighs(family: str, is_grouped: bool) -> list[str]:
     every[:, used] = drifted
     engine.fsmoe.replay(every)
     engine.backward(loss_of(engine, x))
-    said += [f"{name} has no gradient" for name in _without_gradient(engine)]
+    for name, each in engine.module.named_parameters():
+        # Routers have a row for each expert and a column for each number of a token. A model of text does not run its
+        # experts for pictures.
+        if tuple(each.shape) == (NUM_EXPERTS, 32) and "experts" not in name and "vision" not in name:
+            assert each.grad is not None, (family, name)
+            assert each.grad.abs().max() > 0, (family, name)
     silence(engine)
     engine.fsmoe.replay(every)
     loss_of(engine, x)
     for number, (label, (index_SK, weights_SK)) in enumerate(seen.calls.items()):
-        if not np.array_equal(index_SK.numpy(), drifted[:, number]):
-            said.append(f"{label}: not the choice that was given")
-        if not (weights_SK.abs() > 0).all():
-            said.append(f"{label}: {int((weights_SK == 0).sum())} weights are zero")
+        assert np.array_equal(index_SK.numpy(), drifted[:, number]), (family, label)
+        assert (weights_SK.abs() > 0).all(), (family, label)
         if label in whole and not (family in WEIGHS_SHARED and number):
             # Weights may be over the sum of those chosen, or times a constant: their shares are the same.
             wanted = whole[label].gather(1, index_SK)
             shares, has = (each / each.sum(1, keepdim=True) for each in (wanted, weights_SK))
-            if not torch.allclose(shares, has, rtol=1e-4, atol=1e-6):
-                said.append(f"{label}: weights are off by {(shares - has).abs().max():.1e}")
+            assert torch.allclose(shares, has, rtol=1e-4, atol=1e-6), (family, label, shares, has)
     engine.destroy()
-    return [f"{family}: {each}" for each in said]
 
 
 def refuses(family: str) -> None:
@@ -440,29 +413,19 @@ def refuses(family: str) -> None:
     engine.destroy()
 
 
-def _without_gradient(engine: Any) -> list[str]:
-    """Routers: matrices with a row for each expert and a column for each number of a token."""
-    return [
-        name
-        for name, each in engine.module.named_parameters()
-        # A model of text does not run its experts for pictures.
-        if tuple(each.shape) == (NUM_EXPERTS, 32) and "experts" not in name and "vision" not in name
-        if each.grad is None or not each.grad.abs().max() > 0
-    ]
-
-
 TRIED = [each for each in families() if each not in (*UNTRIED, *BY_THEMSELVES)]
 TODAYS = draw("families whose routers are given a choice", TRIED, 3)
 
 
-def differ(rank: int, world_size: int, names: list[str], others: bool) -> list[str]:
-    said = [each for family in names for each in weighs(family, False)]
+def weigh(rank: int, world_size: int, names: list[str], others: bool) -> None:
+    for family in names:
+        weighs(family, False)
     if others:
         # Weights of experts whose group is out are their scores, and not zero.
-        said += [each for family in ("deepseek_v2", "deepseek_v3") for each in weighs(family, True)]
+        for family in ("deepseek_v2", "deepseek_v3"):
+            weighs(family, True)
         for family in BY_THEMSELVES:
             refuses(family)
-    return said
 
 
 @pytest.mark.parametrize(
@@ -473,4 +436,4 @@ def differ(rank: int, world_size: int, names: list[str], others: bool) -> list[s
 def test_a_router_weighs_the_choice_that_is_given_by_its_own_scores_or_refuses_it(
     names: list[str], others: bool, tmp_path: Path
 ) -> None:
-    assert run_on_ranks(differ, 1, tmp_path, names, others)[0] == []
+    run_on_ranks(weigh, 1, tmp_path, names, others)
