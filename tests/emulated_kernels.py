@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ class Address:
     value: int
 
 
-Argument = Tensor | Behind | Address | torch.dtype | int | float | None
+Given = Tensor | Behind
+Argument = Given | Address | torch.dtype | int | float | None
 
 
 def nonsense(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -99,15 +101,13 @@ class Kernels:
         )
         return Ended(done.returncode, done.stdout, done.stderr.decode(errors="replace"))
 
-    def call(self, name: str, *arguments: Argument, expected_result: int | None = 0, **options: int) -> list[Tensor]:
+    def call(self, name: str, *arguments: Argument, **options: int) -> list[Tensor]:
         """Return what became of the tensors among the arguments; of those that nothing is written to, nothing may."""
         ended = self.end(name, *arguments, **options)
         assert ended.status == 0, ended.stderr
-        (result,) = struct.unpack_from("<q", ended.stdout)
-        assert expected_result in (None, result)
+        assert struct.unpack_from("<q", ended.stdout) == (0,)
         found, at = [], struct.calcsize("<q")
-        for each in arguments:
-            tensor = each.tensor if isinstance(each, Behind) else each
+        for tensor in map(_tensor, arguments):
             if isinstance(tensor, Tensor):
                 size = tensor.numel() * tensor.itemsize
                 raw = torch.frombuffer(bytearray(ended.stdout[at : at + size] + b"\0"), dtype=torch.uint8)[:size]
@@ -120,31 +120,25 @@ class Kernels:
         (result,) = struct.unpack_from("<q", self.end(name, *arguments).stdout)
         return result
 
-    def arrange(self, x_SM: Tensor | Behind, slots_KS: Tensor, num_slots: int, dtype: torch.dtype, **how) -> Tensor:
-        x = x_SM.tensor if isinstance(x_SM, Behind) else x_SM
-        out, taken = nonsense((num_slots, x.shape[1]), dtype), nonsense((num_slots,), torch.uint8)
+    def arrange(self, x_SM: Given, slots_KS: Tensor, num_slots: int, dtype: torch.dtype, **how) -> Tensor:
+        x, out = _tensor(x_SM), _to_write((num_slots, _tensor(x_SM).shape[1]), dtype, how)
         sizes = (len(x), len(slots_KS), num_slots, x.shape[1])
-        offset_bytes = how.pop("out_offset_bytes", 0)
-        return self.call(
-            "launch_arrange", x_SM, x.dtype, slots_KS, Behind(out, offset_bytes), dtype, taken, *sizes, **how
-        )[2]
+        taken = nonsense((num_slots,), torch.uint8)
+        return self.call("launch_arrange", x_SM, x.dtype, slots_KS, out, dtype, taken, *sizes, **how)[2]
 
     def restore(
-        self, y_NM: Tensor | Behind, slots_KS: Tensor, weights: Tensor | None, dtype: torch.dtype, **how
+        self, y_NM: Given, slots_KS: Tensor, weights: Tensor | None, dtype: torch.dtype, by_slot: bool = False, **how
     ) -> Tensor:
-        y = y_NM.tensor if isinstance(y_NM, Behind) else y_NM
-        num_choices, num_tokens = slots_KS.shape
-        out = Behind(nonsense((num_tokens, y.shape[1]), dtype), how.pop("out_offset_bytes", 0))
-        sizes, by_slot = (num_tokens, num_choices, *y.shape), int(how.pop("by_slot", False))
-        return self.call(
-            "launch_restore", y_NM, y.dtype, slots_KS, *_weights(weights), by_slot, out, dtype, *sizes, **how
-        )[-1]
+        y, (num_choices, num_tokens) = _tensor(y_NM), slots_KS.shape
+        out, sizes = _to_write((num_tokens, y.shape[1]), dtype, how), (num_tokens, num_choices, *y.shape)
+        inputs = (y_NM, y.dtype, slots_KS, *_weights(weights), int(by_slot))
+        return self.call("launch_restore", *inputs, out, dtype, *sizes, **how)[-1]
 
     def restore_backward(
-        self, d_out_SM: Tensor | Behind, y_NM: Tensor | Behind, slots_KS: Tensor, weights_KS: Tensor, **how
+        self, d_out_SM: Given, y_NM: Given, slots_KS: Tensor, weights_KS: Tensor, **how
     ) -> tuple[Tensor, Tensor]:
-        d_out, y = (each.tensor if isinstance(each, Behind) else each for each in (d_out_SM, y_NM))
-        dy = Behind(nonsense(y.shape, y.dtype), how.pop("out_offset_bytes", 0))
+        d_out, y = _tensor(d_out_SM), _tensor(y_NM)
+        dy = _to_write(y.shape, y.dtype, how)
         results = (dy, nonsense((weights_KS.numel(),), torch.float32), nonsense((len(y),), torch.uint8))
         sizes = (slots_KS.shape[1], slots_KS.shape[0], *y.shape)
         inputs = (d_out_SM, d_out.dtype, y_NM, y.dtype, slots_KS, *_weights(weights_KS))
@@ -152,32 +146,18 @@ class Kernels:
         return dy_NM, d_weights.as_strided(weights_KS.shape, weights_KS.stride())
 
     def gated(
-        self,
-        x_RF: Tensor | Behind,
-        dh_RH: Tensor | Behind | None,
-        form: str,
-        interleaved: bool,
-        limit: float,
-        alpha: float,
-        **how,
+        self, x_RF: Given, dh_RH: Given | None, form: str, interleaved: bool, limit: float, alpha: float, **how
     ) -> tuple[Tensor | None, Tensor]:
-        x = x_RF.tensor if isinstance(x_RF, Behind) else x_RF
+        x, offset = _tensor(x_RF), how.pop("out_offset_bytes", 0)
         num_rows, width = len(x), x.shape[1] // 2
-        offset_bytes = how.pop("out_offset_bytes", 0)
-        dx = None if dh_RH is None else Behind(nonsense(x.shape, x.dtype), offset_bytes)
-        h = Behind(nonsense((num_rows, width), x.dtype), offset_bytes)
+        dx = None if dh_RH is None else Behind(nonsense(x.shape, x.dtype), offset)
+        h = Behind(nonsense((num_rows, width), x.dtype), offset)
         of_form = (x.dtype, FORMS.index(form), int(interleaved), float(limit), float(alpha))
         found = self.call("launch_gated", x_RF, dh_RH, *of_form, dx, h, num_rows, width, **how)
         return None if dh_RH is None else found[-2], found[-1]
 
     def number_rows(
-        self,
-        choices_KS: Tensor,
-        num_experts: int,
-        capacity: int = 1,
-        segments_3T: Tensor | None = None,
-        limits_E: Tensor | None = None,
-        **how,
+        self, choices_KS: Tensor, num_experts: int, capacity: int, segments_3T: Tensor | None, limits_E=None, **how
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         num_choices, num_tokens = choices_KS.shape
         num_segments = 1 if segments_3T is None else segments_3T.shape[1]
@@ -185,8 +165,7 @@ class Kernels:
         decision = (_memory(choices_KS), *choices_KS.stride(), *sizes, segments_3T, num_segments)
         space = nonsense((self.number("number_rows_workspace", *decision),), torch.int32)
         rows, counts = nonsense(choices_KS.shape, torch.int64), nonsense((num_experts * num_segments,), torch.int64)
-        ends, fault = nonsense(counts.shape, torch.int32), nonsense((1,), torch.int64)
-        results = rows, counts, ends, fault
+        results = rows, counts, nonsense(counts.shape, torch.int32), nonsense((1,), torch.int64)
         *_, rows_KS, counts_V, ends_V, fault, _ = self.call(
             "launch_number_rows", *decision, limits_E, *results, space, **how
         )
@@ -217,6 +196,15 @@ class Kernels:
         return slots_KS, counts_E
 
 
+def _tensor(given: Any) -> Any:
+    return given.tensor if isinstance(given, Behind) else given
+
+
+def _to_write(shape: tuple[int, ...], dtype: torch.dtype, how: dict[str, int]) -> Behind:
+    """A tensor for results, where the options want it."""
+    return Behind(nonsense(shape, dtype), how.pop("out_offset_bytes", 0))
+
+
 def _memory(tensor: Tensor) -> Tensor:
     """All that a tensor is a view of, as it lies there."""
     return tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
@@ -238,7 +226,7 @@ def _written(argument: Argument) -> bytes:
     if isinstance(argument, int):
         return f"number {argument}\n".encode()
     offset_bytes = argument.offset_bytes if isinstance(argument, Behind) else 0
-    tensor = (argument.tensor if isinstance(argument, Behind) else argument).detach()
+    tensor = _tensor(argument).detach()
     raw = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return f"bytes {len(raw)} {offset_bytes}\n".encode() + raw + b"\n"
 

@@ -18,21 +18,18 @@ from ds_fsmoe.components.token_choice import TokenChoiceGate
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of one token, by expert."""
+    """Of one token, by expert: a full expert and the balance loss go by the affinity, the choice by the preference."""
 
     logits: list[torch.Tensor]
     affinity: list[torch.Tensor]
-    """What a full expert goes by, and the balance loss."""
     preference: list[float]
-    """What the choice goes by."""
 
 
 @dataclass(frozen=True)
 class Loop:
-    """What comes out."""
+    """What comes out: (token, expert) of every kept choice -> its weight, the loss, and the choices of each expert."""
 
     weights: dict[tuple[int, int], torch.Tensor]
-    """(token, expert) of every kept choice -> its weight."""
     aux_loss: torch.Tensor
     counts_E: list[int]
 

@@ -116,7 +116,7 @@ def test_a_model_that_comes_with_the_package_is_the_one_that_transformers_builds
     assert numbers_of_ours(load_model(name)) == numbers_of(config)
 
 
-def test_a_name_of_the_hub_is_looked_up_by_transformers(monkeypatch, capsys) -> None:
+def test_a_name_of_the_hub_is_looked_up_by_transformers_and_a_path_is_not(monkeypatch, capsys) -> None:
     config = transformers.AutoConfig.for_model("mixtral", **TINY, num_local_experts=8)
     asked = []
 
@@ -136,12 +136,8 @@ def test_a_name_of_the_hub_is_looked_up_by_transformers(monkeypatch, capsys) -> 
     assert cli.main(["plan", "--cluster", "testbed_b", "--hf-config", "somebody/other"]) == 2
     sentence = "transformers found no configuration of that name: somebody/other is not a valid name\n"
     assert sentence in capsys.readouterr().err
-    # No code of the repository is run for it.
-    assert asked == [(name, {"trust_remote_code": False}) for name in ("somebody/small", "somebody/other")]
-
-
-def test_a_path_is_not_looked_up(monkeypatch) -> None:
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("looked up"))
     for path in ("nowhere/config.json", "/no/such/folder", "a/b/c"):
         with pytest.raises(ValueError, match="there is no such file or folder: give a config"):
             plan_model.model_of(argparse.Namespace(hf_config=path, model=None))
+    # No code of the repository is run for it.
+    assert asked == [(name, {"trust_remote_code": False}) for name in ("somebody/small", "somebody/other")]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -20,73 +21,48 @@ TABLE = ExpertCacheTable(((4, 0, 2), (0, 1), (3, 0, 1)), 5)
 """Expert 0 on all of three ranks, 1 on two."""
 
 
-def drawn(num_tokens: int, k: int, capacity: int = 1, num_experts: int = 5) -> tuple[Routing, torch.Tensor]:
-    """A decision in which some choices are dropped, and [K, S] the expert of each choice, E for none."""
+def drawn(num_tokens: int, k: int) -> Routing:
+    """A decision in which some choices are dropped."""
     generator = torch.Generator().manual_seed(num_tokens)
-    scores = torch.rand(num_tokens, num_experts, generator=generator)
-    expert_KS = scores.topk(k).indices.t().contiguous()
-    expert_KS[torch.rand(k, num_tokens, generator=generator) < 0.2] = num_experts
-    slots = expert_KS * capacity
-    taken: Counter[int] = Counter()
-    for token in range(num_tokens):
-        for choice in range(k):
-            expert = int(expert_KS[choice, token])
-            if expert < num_experts and capacity > 1:
-                slots[choice, token] += taken[expert]
-                taken[expert] += 1
-    counts = torch.bincount(expert_KS.reshape(-1), minlength=num_experts + 1)[:num_experts]
-    weights = torch.rand(k, num_tokens, generator=generator)
-    return Routing(slots, weights, torch.zeros(()), counts, capacity, num_experts), expert_KS
+    expert_KS = torch.rand(num_tokens, 5, generator=generator).topk(k).indices.t().contiguous()
+    expert_KS[torch.rand(k, num_tokens, generator=generator) < 0.2] = 5
+    counts = torch.bincount(expert_KS.reshape(-1), minlength=6)[:5]
+    return Routing(expert_KS, torch.rand(k, num_tokens, generator=generator), torch.zeros(()), counts, 1, 5)
 
 
-@pytest.mark.parametrize("capacity", [1, 97])
-@pytest.mark.parametrize(("num_tokens", "k"), [(0, 2), (1, 1), (31, 1), (40, 3)])
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_rows_of_an_expert_go_to_its_ranks_in_turn(num_tokens: int, k: int, capacity: int, rank: int) -> None:
-    routing, expert_KS = drawn(num_tokens, k, capacity)
-    found = route_to_copies(routing, rows_of_experts(routing), TABLE, rank, REFERENCE)
-    places = {expert: [] for expert in range(5)}
+@pytest.mark.parametrize(("num_tokens", "k"), [(0, 2), (1, 1), (40, 3), (600, 2)])
+def test_rows_of_an_expert_go_to_its_ranks_in_turn_as_many_as_the_table_says(num_tokens: int, k: int) -> None:
+    routing = drawn(num_tokens, k)
+    places: dict[int, list[int]] = {expert: [] for expert in range(5)}
     for at, experts in enumerate(TABLE.experts_of_rank):
         for index, expert in enumerate(experts):
             places[expert].append(3 * at + index)
-    seen: Counter[int] = Counter()
-    for token in range(num_tokens):
-        for choice in range(k):
-            expert = int(expert_KS[choice, token])
-            wanted = 9
-            if expert < 5:
-                wanted = places[expert][(seen[expert] + rank) % len(places[expert])]
-                seen[expert] += 1
-            assert found.slots_KS[choice, token] == wanted
-    counts = torch.bincount(found.slots_KS.reshape(-1), minlength=10)[:9]
-    assert torch.equal(found.counts_E, counts)
-    assert (found.num_experts, found.capacity) == (9, 1)
-    assert found.weights_KS is routing.weights_KS
+    load_of_ranks = TABLE.load_of_ranks(rows_of_experts(routing).numpy())
+    for rank in range(3):
+        found = route_to_copies(routing, rows_of_experts(routing), TABLE, rank, REFERENCE)
+        seen: Counter[int] = Counter()
+        for token, choice in itertools.product(range(num_tokens), range(k)):
+            expert = int(routing.slots_KS[choice, token])
+            its_places = places.get(expert, [9])
+            assert found.slots_KS[choice, token] == its_places[(seen[expert] + rank) % len(its_places)]
+            seen[expert] += 1
+        counts = torch.bincount(found.slots_KS.reshape(-1), minlength=10)[:9]
+        assert torch.equal(found.counts_E, counts)
+        assert np.abs(counts.view(3, 3).sum(1).numpy() - load_of_ranks).max() <= 2
+        assert (found.num_experts, found.capacity) == (9, 1)
+        assert found.weights_KS is routing.weights_KS
 
 
-def test_ranks_get_as_many_rows_as_the_table_says() -> None:
-    routing, _ = drawn(600, 2)
-    found = route_to_copies(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
-    rows_of_ranks = found.counts_E.view(3, 3).sum(1)
-    expected = TABLE.load_of_ranks(rows_of_experts(routing).numpy())
-    assert np.abs(rows_of_ranks.numpy() - expected).max() <= 2
-
-
-@pytest.mark.parametrize(("slot", "fault"), [(-1, 1), (6, 1), (5, 0), (4, 0)])
-def test_a_slot_that_is_out_of_range_is_still_found(slot: int, fault: int) -> None:
-    routing, _ = drawn(9, 2)
-    routing.slots_KS[1, 4] = slot
-    routing = replace(routing, counts_E=routing.counts_E + 1)
+@pytest.mark.parametrize(("slot", "more", "fault"), [(-1, 1, 1), (6, 1, 1), (5, 1, 0), (4, 1, 0), (None, -1, 2)])
+def test_a_slot_out_of_range_or_counts_that_are_too_small_are_still_found(
+    slot: int | None, more: int, fault: int
+) -> None:
+    routing = drawn(9, 2)
+    if slot is not None:
+        routing.slots_KS[1, 4] = slot
+    routing = replace(routing, counts_E=routing.counts_E + more)
     found = route_to_copies(routing, rows_of_experts(routing), TABLE, 0, REFERENCE)
     assert int(number_rows_of_layer(found, TokenChunks(1, 1), REFERENCE).fault) == fault
-
-
-def test_counts_that_are_too_small_are_still_found() -> None:
-    routing, _ = drawn(9, 2)
-    counts = routing.counts_E.clone()
-    counts[3] -= 1
-    found = route_to_copies(replace(routing, counts_E=counts), rows_of_experts(routing), TABLE, 0, REFERENCE)
-    assert int(number_rows_of_layer(found, TokenChunks(1, 1), REFERENCE).fault) == 2
 
 
 @pytest.mark.parametrize("experts_of_rank", [((0, 1), ()), ((0, 0), (1,)), ((0,), (0,)), ((0, 2), (1,))])

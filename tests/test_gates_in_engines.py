@@ -10,7 +10,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import ds_fsmoe
@@ -83,51 +85,43 @@ WAYS: list[Way] = covering(
     ("by config", "by the client"),
     allowed=lambda name, stage, dtype, optimizer: dtype == "fp32" or (stage == 2 and optimizer == "by config"),
 )
-TODAYS = draw("ways in which gates train", WAYS, 4)
+TODAYS = draw("ways in which gates train", WAYS, 3)
 
 
-def train_each(rank: int, world_size: int, ways: list[Way]) -> list[str]:
-    """What is not as it should be."""
+def train_each(rank: int, world_size: int, ways: list[Way]) -> None:
     registry.register_gate("scaled")(ScaledGate)
     said: list[str] = []
     convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
-    for name, stage, dtype, optimizer in ways:
-        way, options = f"{name}, ZeRO {stage}, {dtype}, optimizer {optimizer}", OPTIONS.get(name, {"k": 2})
+    for way in ways:
+        name, stage, dtype, optimizer = way
         config = {} if optimizer == "by config" else {"optimizer": None}
-        case = Case(ep_size=2, stage=stage, dtype=dtype)
-        engine, model = start(case, rank, {"type": name} | options, config, **degrees(3, 2))
-        gate = model.moes[0].deepspeed_moe.gate
+        options = {"type": name} | OPTIONS.get(name, {"k": 2})
+        engine, model = start(Case(ep_size=2, stage=stage, dtype=dtype), rank, options, config, **degrees(3, 2))
+        gate, chosen = model.moes[0].deepspeed_moe.gate, engine.fsmoe.chosen()
         before = {each: value.clone() for each, value in gate.named_parameters()}
         losses = [one_micro_step(engine, model, 0, rank) for _ in range(10)]
-        if not losses[-1] < 0.985 * losses[0]:
-            said.append(f"{way}: losses {losses}")
+        assert losses[-1] < 0.985 * losses[0], (way, losses)
+        assert name == "topk" or type(gate) is registry.lookup("gate", name), way
+        assert chosen["gate"].startswith("topk" if name == "topk" else type(gate).__name__), (way, chosen)
+        assert chosen["order"] == kind_of(gate).order, (way, chosen)
+        assert name != "scaled" or "deepspeed_moe.gate.scale" in model.moes[0].state_dict(), way
         for each, value in gate.named_parameters():
-            # In 16 bits a scalar may stay where it is for some steps; the optimizer has it in 32.
-            if dtype == "fp32" and torch.equal(before[each], value):
-                said.append(f"{way}: {each} did not learn")
             both = [torch.empty_like(value.data) for _ in range(world_size)]
             dist.all_gather(both, value.data)
-            if not torch.equal(*both):
-                said.append(f"{way}: the ranks have come apart in {each}")
-        if type(gate) is not registry.lookup("gate", name) and name != "topk":
-            said.append(f"{way}: the gate is a {type(gate).__name__}")
-        if name == "scaled" and "deepspeed_moe.gate.scale" not in model.moes[0].state_dict():
-            said.append(f"{way}: the gate's own parameter is not in the state dict")
-        chosen = engine.fsmoe.chosen()
-        named = "topk" if name == "topk" else type(gate).__name__
-        if not chosen["gate"].startswith(named) or chosen["order"] != kind_of(gate).order:
-            said.append(f"{way}: {chosen}")
+            assert torch.equal(*both), (way, each)
+            # In 16 bits a scalar may stay where it is for some steps; the optimizer has it in 32.
+            assert dtype != "fp32" or not torch.equal(before[each], value), (way, each)
         engine.destroy()
-    return said
+    assert said == []
 
 
 @sampled("ways", [TODAYS, [way for way in WAYS if way not in TODAYS]], kept=[0], drawn=0, ids=["today's", "others"])
 def test_every_gate_trains_in_an_engine_by_its_name(ways: list[Way], tmp_path: Path) -> None:
-    assert run_on_ranks(train_each, 2, tmp_path, ways) == [[], []]
+    run_on_ranks(train_each, 2, tmp_path, ways)
 
 
-def train_in_every_way(rank: int, world_size: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Losses on one batch again and again, and what is warned of."""
+def train_in_every_layout(rank: int, name: str) -> None:
+    """On one batch again and again; without tensor parallelism, later tokens are warned of."""
     said: list[str] = []
     convert_layers.log_on_rank_0 = lambda message, *_: said.append(message)
     gate = {"type": name} | {each: value for each, value in OPTIONS[name].items() if each != "causal"}
@@ -136,8 +130,6 @@ def train_in_every_way(rank: int, world_size: int, name: str) -> tuple[dict[str,
         "spread, in chunks": (2, degrees(3, 2)),
         "sharded, in chunks": (1, degrees(2, 3, esp_size=2)),
     }
-    if name == "expert_choice":
-        ways["einsum"] = (2, {"order": "einsum"} | degrees(2, 3))
     losses: dict[str, list[float]] = {}
     for way, (ep_size, block) in ways.items():
         engine, model = start(Case(ep_size=ep_size, expert="gpt"), rank, gate, **block)
@@ -146,24 +138,14 @@ def train_in_every_way(rank: int, world_size: int, name: str) -> tuple[dict[str,
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(number))
         losses[way] = [one_micro_step(engine, model, 0, rank) for _ in range(3)]
         engine.destroy()
-    return losses, said
+        assert losses[way] == pytest.approx(losses["whole"], rel=2e-6), way
+    assert losses["whole"][0] != losses["whole"][-1]
+    (warning,) = said
+    assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
+    assert 'set "causal": false in fsmoe.gate' in warning
 
 
-@sampled("name", SLOTS_CHOOSE)
-def test_however_slots_choose_their_tokens_the_training_is_the_same_and_later_tokens_are_warned_of_once(
-    name: str, tmp_path: Path
-) -> None:
-    for of_rank, said in run_on_ranks(train_in_every_way, 2, tmp_path, name):
-        whole = of_rank.pop("whole")
-        assert whole[0] != whole[-1]
-        for way, losses in of_rank.items():
-            assert losses == pytest.approx(whole, rel=2e-6), way
-        (warning,) = said
-        assert warning.startswith(f"{registry.lookup('gate', name).__name__}: a causal model sees the future")
-        assert 'set "causal": false in fsmoe.gate' in warning
-
-
-def compare_with_no_tensor_parallelism(rank: int, world_size: int, name: str) -> list[str]:
+def train_under_tensor_parallelism(rank: int, name: str) -> None:
     case, block = Case(2, 0, "fp32"), {"gate": {"type": name} | OPTIONS[name]}
     begin(1)
     theirs = train(case, ds_fsmoe.initialize, degrees(1, 1, **block), 2, mpu=None, ep_rank=rank)
@@ -171,12 +153,18 @@ def compare_with_no_tensor_parallelism(rank: int, world_size: int, name: str) ->
     ours = train(case, ds_fsmoe.initialize, degrees(3, 2, **block), 2, mpu=mpu, ep_rank=rank)
     assert not torch.equal(ours["losses"][0], ours["losses"][-1])
     # A rank has worked on other tokens in the two runs; what becomes of all gradients of experts, parameters show.
-    return differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
+    found = differences({each: ours[each] for each in ours if "gradient of moes" not in each}, theirs)
+    assert found == [], found
+
+
+def train_where_slots_choose(rank: int, world_size: int, name: str) -> None:
+    train_in_every_layout(rank, name)
+    train_under_tensor_parallelism(rank, name)
 
 
 @sampled("name", SLOTS_CHOOSE)
-def test_tensor_parallel_ranks_share_the_slots_out(name: str, tmp_path: Path) -> None:
-    assert run_on_ranks(compare_with_no_tensor_parallelism, 2, tmp_path, name) == [[], []]
+def test_where_slots_choose_layouts_train_alike_and_later_tokens_are_warned_of_once(name: str, tmp_path: Path) -> None:
+    run_on_ranks(train_where_slots_choose, 2, tmp_path, name)
 
 
 # ---- a model's own gates
@@ -206,9 +194,8 @@ class WrappedGate(nn.Module):
         return self.inner(*args)
 
 
-def own_gates(rank: int, world_size: int) -> dict[str, Any]:
-    """What gates do that a script has put into its layers, and stock's with other settings."""
-    found: dict[str, Any] = {}
+def own_gates(rank: int, world_size: int) -> None:
+    """What gates do that a script has put into its layers."""
     for kind, case in (("subclass", Case(2, 1)), ("wrapped", Case(2, 1, k=2, drop_tokens=False))):
         outputs = []
         for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
@@ -223,42 +210,33 @@ def own_gates(rank: int, world_size: int) -> dict[str, Any]:
             torch.manual_seed(rank)
             outputs.append(engine(*batch(0, rank, torch.float32))[1])
             engine.destroy()
+        # The wrapped one agrees with the other ranks on the capacity, or outputs would differ.
+        assert torch.equal(*outputs), kind
         inner = model.moes[0].deepspeed_moe
-        found[kind] = type(inner.gate).__name__, torch.equal(*outputs), inner.exp_counts.tolist()
+        assert type(inner.gate) is (CallersGate if kind == "subclass" else WrappedGate)
+        assert kind != "subclass" or inner.exp_counts.tolist() == [0, 21, 0, 0]
 
-    engine, model = start(Case(ep_size=2, stage=1), rank, {"k": 2, "capacity_factor": 0.5})
-    gate = model.moes[0].deepspeed_moe.gate
-    found["settings"] = gate.k, gate.capacity_factor, gate.min_capacity, engine.fsmoe.chosen()["gate"]
-    engine.destroy()
-
-    model, case = SmallModel(Case(2), rank), Case(2)
-    gate = SoftMoEGate(slots_per_expert=3)
+    # Each layer has the order of its own gate, and a replaced gate is trained.
+    model, gate = SmallModel(Case(2), rank), SoftMoEGate(slots_per_expert=3)
     gate.build_once(WIDTH, 4)
     model.moes[0].deepspeed_moe.gate = gate
-    config = case.ds_config(fsmoe={"enabled": True})
+    config = Case(2).ds_config(fsmoe={"enabled": True})
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     before = gate.wg.weight.detach().clone()
     one_micro_step(engine, model, 0, rank)
-    found["orders"] = engine.fsmoe.chosen()["order"], not torch.equal(before, gate.wg.weight)
-    return found
+    assert engine.fsmoe.chosen()["order"] == "dense; sparse"
+    assert not torch.equal(before, gate.wg.weight)
 
 
 @pytest.mark.long
 def test_gates_that_a_script_has_put_into_its_layers_keep_their_say(tmp_path: Path) -> None:
-    for found in run_on_ranks(own_gates, 2, tmp_path):
-        assert found["subclass"] == ("CallersGate", True, [0, 21, 0, 0])
-        # It agrees with the other ranks on the capacity, or outputs would differ.
-        assert found["wrapped"][:2] == ("WrappedGate", True)
-        # What a block leaves out stays the layer's.
-        assert found["settings"] == (2, 0.5, 4, "topk, k = 2, capacity factor 0.5")
-        # Each layer has the order of its own gate, and a replaced gate is trained.
-        assert found["orders"] == ("dense; sparse", True)
+    run_on_ranks(own_gates, 2, tmp_path)
 
 
 # ---- the bias of deepseek
 
 
-def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+def biases_follow_the_counts(rank: int, folder: str) -> None:
     engine, model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
     gates = [moe.deepspeed_moe.gate for moe in model.moes]
     expected = [torch.zeros(4) for _ in gates]
@@ -270,6 +248,9 @@ def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[st
             sums.append(engine.global_steps)
         return stock_all_reduce(tensor, *args, **kwargs)
 
+    def are_as_expected(gates: list[nn.Module]) -> bool:
+        return all(torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True))
+
     dist.all_reduce = all_reduce
     for step in range(3):
         counts = [torch.zeros(4, dtype=torch.int64) for _ in gates]
@@ -277,8 +258,7 @@ def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[st
             one_micro_step(engine, model, 2 * step + micro, rank)
             for total, moe in zip(counts, model.moes, strict=True):
                 total += moe.deepspeed_moe.exp_counts
-            if micro == 0:
-                assert all(torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True))
+            assert micro == 1 or are_as_expected(gates)
         engine.eval()
         engine(*batch(77, rank, torch.float32))
         engine.train()
@@ -286,58 +266,63 @@ def biases_follow_the_counts(rank: int, world_size: int, folder: str) -> dict[st
             stock_all_reduce(total)
             bias -= 0.05 * (total * 4 - total.sum()).sign()
     dist.all_reduce = stock_all_reduce
-    right = [torch.equal(gate.balance_bias, bias) for gate, bias in zip(gates, expected, strict=True)]
+    assert are_as_expected(gates)
+    assert torch.stack(expected).abs().max() > 0
+    assert sums == [1, 2, 3], "one sum for both layers, when a step has been taken"
 
     engine.save_checkpoint(folder, tag="now")
     after = one_micro_step(engine, model, 9, rank)
     other, other_model = start(Case(ep_size=2, stage=1, accumulation=2), rank, DEEPSEEK)
     other.load_checkpoint(folder, tag="now")
-    loaded = [
-        torch.equal(moe.deepspeed_moe.gate.balance_bias, bias)
-        for moe, bias in zip(other_model.moes, expected, strict=True)
-    ]
-    same = one_micro_step(other, other_model, 9, rank) == after
-    biases = [gate.balance_bias.tolist() for gate in gates]
-    return {"sums": sums, "right": right, "biases": biases, "loaded": loaded, "same": same}
+    assert are_as_expected([moe.deepspeed_moe.gate for moe in other_model.moes])
+    assert one_micro_step(other, other_model, 9, rank) == after
 
 
-def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_are_saved(tmp_path: Path) -> None:
-    seen = run_on_ranks(biases_follow_the_counts, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
-    assert seen[0] == seen[1]
-    assert seen[0]["sums"] == [1, 2, 3]  # one sum for both layers, when a step has been taken
-    assert seen[0]["right"] == [True, True]
-    assert torch.tensor(seen[0]["biases"]).abs().max() > 0
-    assert seen[0]["loaded"] == [True, True]
-    assert seen[0]["same"]
+def bad_input_stops_all_ranks(rank: int) -> None:
+    """With the check; without it, it runs through."""
+    x_BLM, target_BLM = batch(2, rank, torch.float32)
+    if rank == 1:
+        x_BLM[1, 3, 5], x_BLM[2, 6, 0] = float("nan"), float("inf")
+    for is_checked in (True, False):
+        engine, model = start(Case(ep_size=2, stage=1), rank, DEEPSEEK, debug={"check_router": is_checked})
+        for step in range(2):
+            one_micro_step(engine, model, step, rank)
+        if is_checked:
+            said = r"^moes\.0, step 2: nan or infinity in the router's input on rank 1 \(2 tokens\); check"
+            with pytest.raises(RouterInputError, match=said):
+                engine(x_BLM, target_BLM)
+            # Nobody is waiting in an all-to-all: all ranks meet here, and go on together.
+            engine.eval()
+            assert engine(*batch(3, rank, torch.float32))[0].isfinite()
+        else:
+            assert engine(x_BLM, target_BLM)[0].isnan() or rank == 0
 
 
-def biases_after_an_overflow(rank: int, world_size: int) -> tuple[int, float, float]:
-    from deepspeed.accelerator import get_accelerator
-
+def an_overflow_moves_no_bias(rank: int) -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
     scale = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
     engine, model = start(Case(ep_size=2, stage=1, dtype="fp16"), rank, DEEPSEEK, scale)
     gate = model.moes[0].deepspeed_moe.gate
     one_micro_step(engine, model, 0, rank)
-    after_overflow = gate.balance_bias.abs().max().item(), engine.skipped_steps
+    assert (engine.skipped_steps, gate.balance_bias.abs().max().item()) == (1, 0.0)
     step = 1
     while not engine.was_step_applied():
         one_micro_step(engine, model, step, rank)
         step += 1
-    return after_overflow[1], after_overflow[0], gate.balance_bias.abs().max().item()
+    assert gate.balance_bias.abs().max().item() == pytest.approx(0.05)
 
 
-def test_a_step_that_overflowed_moves_no_bias(tmp_path: Path) -> None:
-    for skipped, after_overflow, after_a_step in run_on_ranks(biases_after_an_overflow, 2, tmp_path):
-        assert skipped == 1
-        assert after_overflow == 0.0
-        assert after_a_step == pytest.approx(0.05)
+def in_engines(rank: int, world_size: int, folder: str) -> None:
+    biases_follow_the_counts(rank, folder)
+    bad_input_stops_all_ranks(rank)
+    an_overflow_moves_no_bias(rank)
+
+
+def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_bad_input_stops_all(tmp_path: Path) -> None:
+    run_on_ranks(in_engines, 2, tmp_path / "ranks", str(tmp_path / "checkpoint"))
 
 
 def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list[int]]:
-    import deepspeed
-    from deepspeed.pipe import PipelineModule
-
     deepspeed.init_distributed("gloo")
     made = [WithExperts(i, rank % 2) for i in range(2)]
     layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
@@ -358,46 +343,10 @@ def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list
 def test_in_a_pipeline_of_stages_a_bias_moves_by_the_counts_of_its_stage(tmp_path: Path) -> None:
     seen = run_on_ranks(biases_of_stages, 4, tmp_path)
     for stage in (0, 1):
-        of_stage = [(biases, torch.tensor(counts)) for at, biases, counts in seen if at == stage]
-        assert len(of_stage) == 2
-        total_E = sum(counts for _, counts in of_stage)
+        biases, counts = zip(*((biases, counts) for at, biases, counts in seen if at == stage), strict=True)
+        total_E = torch.tensor(counts).sum(dim=0)
         assert total_E.sum() == 2 * 2 * 2 * BATCH * LENGTH  # ranks, micro batches, choices
         expected_E = -0.05 * (4 * total_E - total_E.sum()).sign()
         assert expected_E.abs().max() > 0
-        for biases, _ in of_stage:
-            assert biases == pytest.approx(expected_E.tolist())
-
-
-def bad_input(rank: int, world_size: int) -> tuple[str, int]:
-    engine, model = start(Case(ep_size=2, stage=1), rank, DEEPSEEK, debug={"check_router": True})
-    for step in range(2):
-        one_micro_step(engine, model, step, rank)
-    x_BLM, target_BLM = batch(2, rank, torch.float32)
-    if rank == 1:
-        x_BLM[1, 3, 5], x_BLM[2, 6, 0] = float("nan"), float("inf")
-    with pytest.raises(RouterInputError) as caught:
-        engine(x_BLM, target_BLM)
-    # Nobody is waiting in an all-to-all: all ranks meet here, and go on together.
-    engine.eval()
-    loss, _ = engine(*batch(3, rank, torch.float32))
-    return str(caught.value), int(loss.isfinite())
-
-
-def test_bad_input_of_a_router_stops_all_ranks_and_names_layer_step_and_rank(tmp_path: Path) -> None:
-    first, second = run_on_ranks(bad_input, 2, tmp_path)
-    assert first == second
-    assert first[0].startswith("moes.0, step 2: nan or infinity in the router's input on rank 1 (2 tokens); check")
-    assert first[1] == 1
-
-
-def unchecked(rank: int, world_size: int) -> bool:
-    engine, _ = start(Case(ep_size=2, stage=1), rank, DEEPSEEK)
-    x_BLM, target_BLM = batch(2, rank, torch.float32)
-    if rank == 1:
-        x_BLM[1, 3, 5] = float("nan")
-    loss, _ = engine(x_BLM, target_BLM)
-    return bool(loss.isnan())
-
-
-def test_without_the_check_bad_input_runs_through_and_nothing_hangs(tmp_path: Path) -> None:
-    assert run_on_ranks(unchecked, 2, tmp_path)[1]
+        assert len(biases) == 2
+        assert all(each == pytest.approx(expected_E.tolist()) for each in biases)

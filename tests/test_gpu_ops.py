@@ -138,27 +138,33 @@ def test_slots_on_the_device_equal_the_reference(
 
 
 @ON_DEVICE
-@pytest.mark.parametrize("shape_SMKN", [(7, 5, 2, 11), (0, 5, 2, 7)], ids=str)
-def test_torch_accepts_the_operators_on_the_device(
-    ops_of: Callable[[torch.device], Ops], device: torch.device, shape_SMKN: tuple[int, ...]
-) -> None:
+def test_torch_accepts_the_operators_on_the_device(ops_of: Callable[[torch.device], Ops], device: torch.device) -> None:
     assert ops_of(device).name == "compiled"
-    num_tokens, width, num_choices, num_slots = shape_SMKN
+    num_tokens, width, num_choices, num_slots = 7, 5, 2, 11
     slots_KS = random_slots(num_tokens, num_choices, num_slots).to(device)
     x_SM, y_NM = (random_rows(rows, width, torch.bfloat16).to(device) for rows in (num_tokens, num_slots))
     weights_KS = random_rows(num_choices, num_tokens, torch.float32).to(device)
     for tensor in (x_SM, y_NM, weights_KS):
         tensor.requires_grad_()
     fsmoe, scores_SE = torch.ops.fsmoe, make_scores(num_tokens, 5).to(device)
-    # Both derivatives, shapes without data, and dynamic shapes are in these.
-    torch.library.opcheck(fsmoe.arrange.default, (x_SM, slots_KS, num_slots, torch.float32))
-    torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, weights_KS))
-    torch.library.opcheck(fsmoe.restore.default, (y_NM, slots_KS, None, torch.float32))
-    torch.library.opcheck(fsmoe.gather_rows.default, (x_SM, slots_KS[0]))
-    torch.library.opcheck(fsmoe.gather_rows_backward.default, (x_SM, slots_KS[0], 7))
-    for weights in (weights_KS, weights_KS.detach().t().contiguous().t()):
-        torch.library.opcheck(fsmoe.restore_backward.default, (x_SM, y_NM, slots_KS, weights))
-    torch.library.opcheck(fsmoe.top_k_slots.default, (scores_SE, 2, 3, None, "score"))
-    torch.library.opcheck(fsmoe.take_slots.default, (torch.zeros_like(slots_KS), 5, 3))
     used_S = torch.arange(num_tokens, device=device) % 3 > 0
-    torch.library.opcheck(fsmoe.take_slots.default, (torch.zeros_like(slots_KS), 5, 3, used_S, "score", weights_KS))
+    segments_3T = torch.tensor([[num_tokens // 2, num_tokens], [0, 1], [2, 2]], device=device)
+    x_RF, dh_RH = (random_rows(19, width, torch.float32).to(device) for width in (74, 37))
+    none_KS = torch.zeros_like(slots_KS)
+    # Both derivatives, shapes without data, and dynamic shapes are in these.
+    for operator, arguments in (
+        (fsmoe.arrange, (x_SM, slots_KS, num_slots, torch.float32)),
+        (fsmoe.restore, (y_NM, slots_KS, weights_KS)),
+        (fsmoe.restore, (y_NM, slots_KS, None, torch.float32)),
+        (fsmoe.gather_rows, (x_SM, slots_KS[0])),
+        (fsmoe.gather_rows_backward, (x_SM, slots_KS[0], 7)),
+        (fsmoe.restore_backward, (x_SM, y_NM, slots_KS, weights_KS)),
+        (fsmoe.restore_backward, (x_SM, y_NM, slots_KS, weights_KS.detach().t().contiguous().t())),
+        (fsmoe.top_k_slots, (scores_SE, 2, 3, None, "score")),
+        (fsmoe.take_slots, (none_KS, 5, 3)),
+        (fsmoe.take_slots, (none_KS, 5, 3, used_S, "score", weights_KS)),
+        (fsmoe.number_rows, (none_KS, 5, 1, segments_3T, torch.full((5,), 9, device=device))),
+        (fsmoe.gated, (x_RF, "gelu", True, 0.0, 0.0)),
+        (fsmoe.gated_backward, (x_RF, dh_RH, "silu", False, 0.0, 0.0)),
+    ):
+        torch.library.opcheck(operator.default, arguments)

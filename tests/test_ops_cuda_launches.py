@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from tests.call_counts import ON_A_GPU  # noqa: E402
 from tests.covering import covering  # noqa: E402
-from tests.emulated_kernels import CHECKED, DTYPES, PRIORITIES, Address, Ended, build  # noqa: E402
+from tests.emulated_kernels import CHECKED, PRIORITIES, Address, Ended, build  # noqa: E402
 from tests.samples import sampled  # noqa: E402
 
 pytestmark = pytest.mark.long
@@ -45,15 +45,6 @@ def test_rows_of_the_largest_tensors_are_a_block_each(width: int, pointer: Addre
         assert len(found) == (1 if name == "launch_restore" else 2)
         assert {blocks for _, blocks, _, _ in found} == {MOST_BLOCKS}
         assert {threads for _, _, threads, _ in found} == {32 if width == 1 else 256}
-
-
-@sampled(("dtype", "wire"), list(itertools.product(DTYPES, DTYPES)), kept=[1], ids=str)
-def test_each_pair_of_types_has_kernels_for_packs_and_for_single_values(dtype, wire) -> None:
-    size = 16 // min(dtype.itemsize, wire.itemsize)
-    for pointer, expected in ((SOMEWHERE, size), (ODD, 1)):
-        arguments = (pointer, dtype, SOMEWHERE, pointer, wire, SOMEWHERE, 3, 2, 5, 16)
-        ended = build("rows.cu", CHECKED).end("launch_arrange", *arguments, only_list=1)
-        assert set(re.findall(r"kSize = (\d+)", ended.stderr)) == {str(expected)}
 
 
 SIZES = covering([1, EXPERTS_AT_ONCE, 2**20], [1, 8, 1024], range(len(PRIORITIES)))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,9 +10,8 @@ pytest.importorskip("deepspeed")
 
 from torch import Tensor  # noqa: E402
 
-from ds_fsmoe.ops import Ops  # noqa: E402
-from ds_fsmoe.ops.reference import PRIORITIES, with_capacity  # noqa: E402
-from tests.ops_cases import compiled_ops, ops_named  # noqa: E402
+from ds_fsmoe.ops.reference import PRIORITIES  # noqa: E402
+from tests.ops_cases import ops_named  # noqa: E402
 
 # (S, E, k, C): odd and prime, k up to E, k above what is found by insertion, no token, no slot, room for all, threads.
 SHAPES_SEkC = [
@@ -28,16 +25,6 @@ SHAPES_SEkC = [
     (11, 3, 2, 0),
     (1021, 67, 8, 61),
 ]
-
-
-@pytest.fixture
-def compiled() -> Ops:
-    return compiled_ops()
-
-
-@pytest.fixture(params=["reference", "compiled"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return ops_named(request.param)
 
 
 def make_scores(num_tokens: int, num_experts: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,74 +78,3 @@ def test_reference_equals_a_loop_over_choices(shape_SEkC: tuple[int, int, int, i
         used = [True] * num_tokens if used_S is None else used_S.tolist()
         found = reference.top_k_slots(scores_SE, k, capacity, used_S, priority)
         assert [each.tolist() for each in found] == list(loop(scores_SE, k, capacity, used, priority))
-
-
-@pytest.mark.parametrize("priority", PRIORITIES)
-def test_a_capacity_agreed_on_later_gives_the_slots_it_would_have_given_at_once(ops: Ops, priority: str) -> None:
-    num_tokens, num_experts, k = 41, 7, 3
-    scores_SE = make_scores(num_tokens, num_experts)
-    first = ops.top_k_slots(scores_SE, k, num_tokens, None, priority)
-    capacity = int(first.counts_E.max())
-    assert not (first.slots_KS == num_experts * num_tokens).any()
-    slots_KS = with_capacity(first.slots_KS, num_experts, num_tokens, capacity)
-    assert torch.equal(slots_KS, ops.top_k_slots(scores_SE, k, capacity, None, priority).slots_KS)
-    assert with_capacity(torch.tensor([[0, 0]]), 3, 0, 5).tolist() == [[15, 15]]
-
-
-def test_result_does_not_depend_on_the_number_of_threads(compiled: Ops) -> None:
-    scores_SE, before = make_scores(4099, 31), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = compiled.top_k_slots(scores_SE, 4, 257)
-        torch.set_num_threads(3)
-        three = compiled.top_k_slots(scores_SE, 4, 257)
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
-
-
-def test_inputs_need_not_be_contiguous_and_may_require_a_gradient(compiled: Ops) -> None:
-    scores_SE = make_scores(17, 5)
-    used_S = torch.arange(17) % 3 > 0
-    expected = compiled.top_k_slots(scores_SE, 2, 5, used_S)
-    strided_SE = scores_SE.T.contiguous().T.requires_grad_()
-    strided_S = torch.stack([used_S, ~used_S], dim=1)[:, 0]
-    found = compiled.top_k_slots(strided_SE, 2, 5, strided_S)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not found.slots_KS.requires_grad
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda o: o.top_k_slots(torch.zeros(3, 2), 3, 1), "k = 3: must be between 1 and the number of experts (2)"),
-        (lambda o: o.top_k_slots(torch.zeros(3, 2), 0, 1), "k = 0: must be between 1"),
-        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, -1), "capacity"),
-        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, 1, None, "luck"), "'choice', 'token', 'score'"),
-        (lambda o: o.take_slots(torch.zeros(1, 3).long(), 2, 1, None, "score"), "needs scores"),
-    ],
-)
-def test_impossible_arguments_are_named_by_both(ops: Ops, call, message: str) -> None:
-    with pytest.raises((RuntimeError, ValueError), match=re.escape(message)):
-        call(ops)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda o: o.top_k_slots(torch.zeros(3), 1, 1), "scores must be [S, E], got shape [3]"),
-        (lambda o: o.top_k_slots(torch.zeros(3, 2).bfloat16(), 1, 1), "scores must be float32 or float64"),
-        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, 1, torch.ones(2).bool()), "used must be bool and [3]"),
-        (lambda o: o.top_k_slots(torch.zeros(3, 2), 1, 1, torch.ones(3)), "used must be bool and [3]"),
-        (lambda o: o.take_slots(torch.zeros(3).long(), 2, 1), "experts must be [K, S], got shape [3]"),
-        (lambda o: o.take_slots(torch.zeros(1, 3), 2, 1), "experts must be int64"),
-        (lambda o: o.take_slots(torch.zeros(1, 3).long(), 0, 1), "num_experts must be at least 1"),
-        (
-            lambda o: o.take_slots(torch.zeros(1, 3).long(), 2, 1, None, "score", torch.zeros(3, 1)),
-            "scores must have the shape of experts [1, 3], got [3, 1]",
-        ),
-    ],
-)
-def test_wrong_shapes_and_dtypes_are_named(compiled: Ops, call, message: str) -> None:
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        call(compiled)

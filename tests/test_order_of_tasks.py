@@ -36,23 +36,18 @@ DEGREE = 4
 
 
 class Executed(Observer):
-    """Which tasks were done, in what order, and by which schedule."""
+    """Which tasks were done in the last phase, in what order, and by which schedule."""
 
     def __init__(self) -> None:
         self.schedules: dict[str, Schedule] = {}
-        self.of_lane: dict[Lane, list[str]] = defaultdict(list)
-        self.names: list[str] = []
-        self.now: Task | None = None
+        self.done: list[Task] = []
 
     def start(self, schedule: Schedule, label: str) -> None:
         self.schedules[label] = schedule
-        self.of_lane.clear()
-        self.names.clear()
+        self.done.clear()
 
     def begin(self, index: int, task: Task) -> None:
-        self.now = task
-        self.names.append(task.name)
-        self.of_lane[task.lane].append(task.name)
+        self.done.append(task)
 
 
 class WeightProducts(TorchDispatchMode):
@@ -67,8 +62,7 @@ class WeightProducts(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         is_product = func.overloadpacket.__name__.rstrip("_") in ("mm", "addmm", "bmm", "baddbmm")
         if is_product and set(found.shape[-2:]) == {WIDTH, HIDDEN}:
-            task = self._executed.now
-            assert task is not None
+            task = self._executed.done[-1]
             if task.chunk not in self.chunks[task.kind]:
                 self.chunks[task.kind].append(task.chunk)
         return found
@@ -105,11 +99,11 @@ def test_tasks_are_done_in_the_order_of_the_plan(lanes: Lanes, links: Any) -> No
     assert executed.schedules["moe/backward"] == planned
     assert executed.schedules["moe/forward"] == pipeline.forward.schedule
     for lane, indices in planned.lanes.items():
-        assert executed.of_lane[lane] == [planned.tasks[index].name for index in indices]
+        assert [each for each in executed.done if each.lane is lane] == [planned.tasks[index] for index in indices]
     # Spelt out, so that it does not hang on the planner alone.
     computed = [f"{task.kind} {task.chunk}" for task in planned.tasks if task.lane is Lane.COMPUTE]
     assert computed == [f"{EXPERT} {chunk}" for chunk in range(DEGREE)]
-    assert {task.name for task in planned.tasks} == set(executed.names)
+    assert len(executed.done) == len(planned.tasks)
 
 
 @pytest.mark.parametrize("kind", [GPTFeedForward, MixtralFeedForward])

@@ -4,31 +4,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import DenseRouting, Routing, RoutingBase, SlotRouting
+from ds_fsmoe.execution import slot_chunks
+from ds_fsmoe.execution.device_tables import DeviceTables
 from ds_fsmoe.execution.slot_chunks import CapacityChunks
 
 # (S, M, E, C, K); in the second some slots stay empty whatever happens, in the third most choices find none.
 SIZES_SMECK = [(23, 13, 5, 7, 2), (3, 1, 2, 29, 1), (31, 7, 3, 2, 3), (1, 5, 1, 1, 1)]
-EVERY_SIZE = pytest.mark.parametrize("size_SMECK", SIZES_SMECK, ids=str)
 
 
 def as_slots(routing: Routing) -> SlotRouting:
     """The same decision, slot by slot."""
-    slots = routing.slots_KS.reshape(-1)
-    num_tokens = routing.slots_KS.shape[1]
+    slots, num_tokens = routing.slots_KS.reshape(-1), routing.slots_KS.shape[1]
     tokens = torch.arange(num_tokens).expand_as(routing.slots_KS).reshape(-1)
     tokens_R = torch.full((routing.num_slots + 1,), num_tokens).scatter(0, slots, tokens)[:-1]
     weights_R = routing.weights_KS.new_zeros(routing.num_slots + 1)
     weights_R = weights_R.scatter(0, slots, routing.weights_KS.reshape(-1))[:-1]
-    of_all = routing.aux_loss, routing.counts_E, routing.capacity, routing.num_experts
-    return SlotRouting(tokens_R, weights_R, num_tokens, *of_all)
+    return SlotRouting(tokens_R, weights_R, num_tokens, *of_all(routing))
 
 
 def as_matrices(routing: Routing) -> DenseRouting:
@@ -36,8 +39,11 @@ def as_matrices(routing: Routing) -> DenseRouting:
     no_weights_SR = routing.weights_KS.new_zeros(routing.slots_KS.shape[1], routing.num_slots + 1)
     dispatch_SR = no_weights_SR.scatter(1, routing.slots_KS.t(), 1.0)[:, :-1]
     combine_SR = no_weights_SR.scatter(1, routing.slots_KS.t(), routing.weights_KS.t())[:, :-1]
-    of_all = routing.aux_loss, routing.counts_E, routing.capacity, routing.num_experts
-    return DenseRouting(dispatch_SR, combine_SR, *of_all)
+    return DenseRouting(dispatch_SR, combine_SR, *of_all(routing))
+
+
+def of_all(routing: Routing) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    return routing.aux_loss, routing.counts_E, routing.capacity, routing.num_experts
 
 
 AS_KIND = {Routing: lambda routing: routing, SlotRouting: as_slots, DenseRouting: as_matrices}
@@ -116,29 +122,53 @@ def loop_restore(y_ECM: torch.Tensor, routing: Routing) -> torch.Tensor:
     return y_SM
 
 
+def assert_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
 def test_restore_undoes_arrange_with_one_slot_per_token_and_weight_1(order: OrderBase) -> None:
     for num_tokens, num_experts, capacity in ((23, 5, 7), (35, 5, 7), (1, 3, 2)):
         slots_KS = torch.randperm(num_experts * capacity)[:num_tokens].unsqueeze(0)
-        routing = routing_of(slots_KS, torch.ones(1, num_tokens), num_experts, capacity)
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             x_SM = torch.randn(num_tokens, 13).to(dtype)
-            y_SM = order.restore(order.arrange(x_SM, routing), routing)
-            assert y_SM.dtype == dtype
-            assert torch.equal(y_SM, x_SM)
+            for of_weights in (torch.float32, dtype):  # a user's gate may be in 16 bits
+                routing = routing_of(slots_KS, torch.ones(1, num_tokens, dtype=of_weights), num_experts, capacity)
+                y_SM = order.restore(order.arrange(x_SM, routing), routing)
+                assert y_SM.dtype == dtype
+                assert torch.equal(y_SM, x_SM)
 
 
-@EVERY_SIZE
-def test_an_order_and_its_gradients_equal_the_loops_over_slots(order: OrderBase, size_SMECK: tuple) -> None:
-    x_SM, y_ECM, routing = random_case(size_SMECK)
-    inputs = [x_SM.requires_grad_(), y_ECM.requires_grad_(), routing.weights_KS.requires_grad_()]
-    ours = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
+def with_gaps(slots: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
+    """From the last row to the first, and one row of every expert left empty."""
+    num_rows = num_experts * (capacity + 1)
+    return torch.where(slots < num_experts * capacity, num_rows - 1 - slots, num_rows)
+
+
+@pytest.mark.parametrize("size_SMECK", SIZES_SMECK, ids=str)
+@pytest.mark.parametrize("way", ["whole", "chunks", "gaps"])
+def test_an_order_and_its_gradients_equal_the_loops_over_slots_wherever_rows_lie(
+    order: WithKind, size_SMECK: tuple, way: str
+) -> None:
+    x_SM, _, routing = random_case(size_SMECK)
+    weights_KS, of_kind = routing.weights_KS.requires_grad_(), AS_KIND[order.kind](routing)
+    _, width, num_experts, capacity, _ = size_SMECK
+    if way != "whole":
+        cuts = CapacityChunks((0, capacity // 3, capacity // 3, capacity))
+        place = partial(cuts.chunked_slots, num_experts=num_experts)
+        if way == "gaps":
+            place = partial(with_gaps, num_experts=num_experts, capacity=capacity)
+            capacity += 1
+        routing, of_kind = routing.relaid(place, capacity), of_kind.relaid(place, capacity)
+        assert (of_kind.capacity, of_kind.num_experts) == (capacity, num_experts)
+    y_ECM = torch.randn(num_experts, capacity, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = [x_SM.requires_grad_(), y_ECM.requires_grad_(), weights_KS]
+    ours = order.order.arrange(x_SM, of_kind), order.order.restore(y_ECM, of_kind)
     loops = loop_arrange(x_SM, routing), loop_restore(y_ECM, routing)
     assert torch.equal(ours[0], loops[0])
-    torch.testing.assert_close(ours[1], loops[1], rtol=0, atol=1e-13)
+    assert_near(ours[1:], loops[1:])
     d_outputs = [torch.randn_like(each) for each in ours]
-    found, expected = (torch.autograd.grad(each, inputs, d_outputs) for each in (ours, loops))
-    for of_ours, of_loops in zip(found, expected, strict=True):
-        torch.testing.assert_close(of_ours, of_loops, rtol=0, atol=1e-13)
+    assert_near(*(torch.autograd.grad(each, inputs, d_outputs) for each in (ours, loops)))
 
 
 @pytest.mark.parametrize("order", BY_SLOT, indirect=True, ids=lambda each: f"{each[0]}-{each[1].__name__}")
@@ -154,92 +184,80 @@ def test_nan_and_inf_of_dropped_tokens_and_of_empty_slots_reach_nobody(order: Or
     assert dx_SM.tolist() == [[7.0, 7.0], [0.0, 0.0], [7.0, 7.0]]
 
 
-def test_choices_are_summed_in_float32_whatever_the_experts_type(order: OrderBase) -> None:
-    # In bfloat16 256 + 1 is 256, and the 1 would be lost.
-    y_ECM = torch.tensor([[[256.0]], [[1.0]], [[-256.0]]], dtype=torch.bfloat16)
-    routing = routing_of(torch.tensor([[0], [1], [2]]), torch.ones(3, 1), num_experts=3, capacity=1)
-    y_SM = order.restore(y_ECM, routing)
-    assert y_SM.dtype == torch.bfloat16
-    assert y_SM.tolist() == [[1.0]]
+def test_choices_are_summed_and_weighed_in_float32_whatever_the_experts_type(order: OrderBase) -> None:
+    # In bfloat16 256 + 1 is 256, and the 1 would be lost; a weight of 1 + 2**-12 would be 1.
+    for results, weights in (([256.0, 1.0, -256.0], [1.0, 1.0, 1.0]), ([2.0**12, -(2.0**12)], [1 + 2**-12, 1.0])):
+        count = len(results)
+        slots_KS, weights_KS = torch.arange(count).unsqueeze(1), torch.tensor(weights).unsqueeze(1)
+        routing = routing_of(slots_KS, weights_KS, num_experts=count, capacity=1)
+        y_SM = order.restore(torch.tensor(results, dtype=torch.bfloat16).view(count, 1, 1), routing)
+        assert y_SM.dtype == torch.bfloat16
+        assert y_SM.tolist() == [[1.0]]
 
 
-def test_weights_are_not_rounded_to_the_experts_type(order: OrderBase) -> None:
-    weight = 1 + 2**-12
-    y_ECM = torch.tensor([[[2.0**12]], [[-(2.0**12)]]], dtype=torch.bfloat16)
-    routing = routing_of(torch.tensor([[0], [1]]), torch.tensor([[weight], [1.0]]), num_experts=2, capacity=1)
-    assert order.restore(y_ECM, routing).tolist() == [[1.0]]
-
-
-def test_under_autocast_nothing_is_rounded_that_was_not(order: OrderBase) -> None:
+def test_neither_autocast_nor_gaps_in_memory_change_a_number(order: OrderBase) -> None:
     x_SM, y_ECM, routing = random_case(SIZES_SMECK[0])
     x_SM, y_ECM = x_SM.float(), y_ECM.float()
     plain = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = order.arrange(x_SM, routing), order.restore(y_ECM, routing)
-    for of_plain, of_cast in zip(plain, cast, strict=True):
-        assert of_cast.dtype == torch.float32
-        assert torch.equal(of_plain, of_cast)
-
-
-def with_gaps(slots: torch.Tensor, num_experts: int, capacity: int) -> torch.Tensor:
-    """From the last row to the first, and one row of every expert left empty."""
-    num_rows = num_experts * (capacity + 1)
-    return torch.where(slots < num_experts * capacity, num_rows - 1 - slots, num_rows)
-
-
-@EVERY_SIZE
-@pytest.mark.parametrize("way", ["whole", "chunks", "gaps"])
-def test_rows_may_lie_anywhere_and_others_between_them(order: WithKind, size_SMECK: tuple, way: str) -> None:
-    x_SM, y_ECM, routing = random_case(size_SMECK)
-    num_experts, capacity = routing.num_experts, routing.capacity
-    place = {
-        "whole": lambda slots: slots,
-        "chunks": partial(
-            CapacityChunks((0, capacity // 3, capacity // 3, capacity)).chunked_slots, num_experts=num_experts
-        ),
-        "gaps": partial(with_gaps, num_experts=num_experts, capacity=capacity),
-    }[way]
-    new_capacity = capacity + 1 if way == "gaps" else capacity
-    num_rows = num_experts * new_capacity
-    row_of_slot = place(torch.arange(num_experts * capacity))
-    assert (place(torch.tensor([num_experts * capacity])) == num_rows).all()
-    assert len(set(row_of_slot.tolist())) == num_experts * capacity
-
-    x_SM.requires_grad_(), y_ECM.requires_grad_(), routing.weights_KS.requires_grad_()
-    relaid = AS_KIND[order.kind](routing).relaid(place, new_capacity)
-    assert (relaid.capacity, relaid.num_experts) == (new_capacity, num_experts)
-    # What lies in a row that is no slot's is nobody's.
-    y_RM = y_ECM.new_full((num_rows, y_ECM.shape[2]), math.inf).index_copy(0, row_of_slot, y_ECM.flatten(0, 1))
-    x_RM = x_SM.new_zeros(num_rows, x_SM.shape[1]).index_copy(
-        0, row_of_slot, order.arrange(x_SM, routing).flatten(0, 1)
-    )
-    ours = order.order.arrange(x_SM, relaid), order.order.restore(y_RM.view(num_experts, new_capacity, -1), relaid)
-    theirs = x_RM.view(num_experts, new_capacity, -1), order.restore(y_ECM, routing)
-    d_outputs = [torch.randn_like(each) for each in theirs]
-    inputs = [x_SM, y_ECM, routing.weights_KS]
-    for pair in zip(
-        [*ours, *torch.autograd.grad(ours, inputs, d_outputs)],
-        [*theirs, *torch.autograd.grad(theirs, inputs, d_outputs)],
-        strict=True,
-    ):
-        torch.testing.assert_close(*pair, rtol=0, atol=1e-13)
-
-
-def test_tensors_need_not_be_contiguous(order: OrderBase) -> None:
-    x_SM, y_ECM, routing = random_case(SIZES_SMECK[0])
-    assert torch.equal(order.arrange(x_SM.t().contiguous().t(), routing), loop_arrange(x_SM, routing))
     apart_ECM = y_ECM.permute(2, 1, 0).contiguous().permute(2, 1, 0)
-    assert not apart_ECM.is_contiguous()
-    assert torch.equal(order.restore(apart_ECM, routing), order.restore(y_ECM, routing))
+    apart = order.arrange(x_SM.t().contiguous().t(), routing), order.restore(apart_ECM, routing)
+    for found in (cast, apart):
+        assert [each.dtype for each in found] == [torch.float32] * 2
+        assert all(map(torch.equal, found, plain))
 
 
-def test_neither_tokens_nor_slots_have_to_be_there(order: OrderBase) -> None:
-    empty_KS = torch.zeros(2, 0, dtype=torch.int64)
-    no_tokens = routing_of(empty_KS, torch.zeros(2, 0), num_experts=3, capacity=5)
-    x_ECM = order.arrange(torch.zeros(0, 7), no_tokens)
-    assert x_ECM.shape == (3, 5, 7)
-    assert not x_ECM.any()
-    assert order.restore(torch.ones(3, 5, 7), no_tokens).shape == (0, 7)
-    no_slots = routing_of(torch.zeros(2, 11, dtype=torch.int64), torch.zeros(2, 11), num_experts=3, capacity=0)
-    assert order.arrange(torch.ones(11, 7), no_slots).shape == (3, 0, 7)
-    assert order.restore(torch.ones(3, 0, 7), no_slots).tolist() == [[0.0] * 7] * 11
+# ---- where slots lie is worked out once for sizes that stay, and kept in bounds where they do not
+
+
+class Noting(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def tables(monkeypatch: pytest.MonkeyPatch) -> DeviceTables:
+    """New ones, empty."""
+    made = DeviceTables(limit_bytes=1000)
+    monkeypatch.setattr(slot_chunks, "TABLES", made)
+    return made
+
+
+def copies(capacity: int) -> bool:
+    """Whether a table is made for a call."""
+    with Noting() as noting:
+        CapacityChunks((0, 1, capacity)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
+    return "aten.cat.default" in noting.names
+
+
+def test_a_second_call_copies_nothing_and_capacities_that_never_come_again_do_not_fill_memory(
+    tables: DeviceTables,
+) -> None:
+    assert copies(2)
+    for capacity in range(3, 60):
+        assert copies(capacity)
+        assert not copies(2)  # used between all the others
+    kept = list(tables._tables.values())
+    assert 0 < sum(each.nbytes for each in kept) == tables._num_bytes <= 1000
+    # One that is larger than all that may be kept is made every time.
+    assert copies(500)
+    assert [*tables._tables.values()] == kept
+
+
+def test_no_table_is_kept_that_only_a_tracer_could_read(tables: DeviceTables) -> None:
+    with FakeTensorMode() as mode:
+        slots = mode.from_tensor(torch.zeros(3, dtype=torch.long))
+        assert CapacityChunks((0, 1, 2)).chunked_slots(slots, 2).shape == (3,)
+    assert not tables._tables
+    with torch.inference_mode():
+        copies(2)
+    (table,) = tables._tables.values()
+    assert not table.is_inference()

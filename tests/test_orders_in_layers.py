@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole layers of every gate with every order that reads its decision, with slots for all tokens, some or none."""
+"""Whole layers of every gate, with every order that reads its decision and every set of ops: the numbers are the same
+with slots for all tokens, some or none, on one rank or several; with ``deterministic`` nothing is left to chance."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +15,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ds_fsmoe
 from ds_fsmoe import MOELayer, registry
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.order import OrderBase
 from ds_fsmoe.components.routing import Routing, kind_of
+from ds_fsmoe.ops import REFERENCE, Ops, deterministic, load_ops, loading
 from tests.covering import covering
+from tests.ops_cases import compiled_ops
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
+from tests.small_model import Case, SmallModel, train_steps
 
-S, M, H, E = 23, 8, 5, 4
+S, M, H, E = 23, 7, 5, 4
+GATES = registry.known("gate")
 PAIRS = [
     (gate, order)
-    for gate, order in itertools.product(registry.known("gate"), registry.known("order"))
+    for gate, order in itertools.product(GATES, registry.known("order"))
     if issubclass(kind_of(registry.lookup("gate", gate)), registry.lookup("order", order).reads)
 ]
+USED_S = torch.arange(S) % 4 > 0
 FEWEST_SLOTS = {"k": 2, "drop_tokens": False, "min_capacity": 0, "slots_per_expert": 1}
 
 
@@ -42,6 +52,10 @@ def layer_of(gate: str, order: str | OrderBase, options: dict[str, Any], **how: 
     sizes = {"model_dim": M, "num_experts": E, "expert_dim": H, "return_stats": True}
     order = registry.lookup("order", order)() if isinstance(order, str) else order
     return MOELayer(registry.lookup("gate", gate)(**options), order, **sizes | how)
+
+
+def tokens(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(S, M, dtype=dtype, generator=torch.Generator().manual_seed(2))
 
 
 def gradients_of(layer: MOELayer, x_SM: torch.Tensor, used_S: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -63,11 +77,11 @@ def assert_same(found: list[torch.Tensor | None], expected: list[torch.Tensor | 
 @pytest.mark.parametrize(("gate", "order"), [pair for pair in PAIRS if pair[1] not in ("sparse", "dense")])
 def test_a_layer_is_the_same_with_every_order_that_reads_its_gate(gate: str, order: str) -> None:
     for dropping in ({"drop_tokens": True, "capacity_factor": 0.6}, {"drop_tokens": False}):
-        for used_S in (None, torch.arange(S) % 4 > 0):
+        for used_S in (None, USED_S):
             found, expected = (
                 gradients_of(
                     layer_of(gate, each, options_of(gate, **dropping), pipeline_degree=(3, 2)).double(),
-                    torch.randn(S, M, dtype=torch.float64, generator=torch.Generator().manual_seed(2)),
+                    tokens(),
                     used_S,
                 )
                 for each in (order, "sparse")
@@ -92,53 +106,20 @@ class Products(OrderBase):
 
 
 @pytest.mark.parametrize("dispatch", ["unpadded", "padded"])
-@pytest.mark.parametrize("degrees", [1, (3, 2)])
-def test_memory_that_no_token_took_has_numbers_for_an_order_that_reads_it(degrees: Any, dispatch: str) -> None:
+def test_memory_that_no_token_took_has_numbers_for_an_order_that_reads_it(dispatch: str) -> None:
     """Whatever lay there before: new memory is nan here."""
-    used_S, found = torch.arange(S) % 4 > 0, []
     torch.use_deterministic_algorithms(True)
     try:
-        for order in ("sparse", Products()):
-            layer = layer_of("topk", order, options_of("topk"), pipeline_degree=degrees, dispatch=dispatch).double()
-            x_SM = torch.randn(S, M, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-            found.append(gradients_of(layer, x_SM, used_S))
+        for degrees in (1, (3, 2)):
+            how = {"pipeline_degree": degrees, "dispatch": dispatch}
+            layers = [layer_of("topk", order, options_of("topk"), **how).double() for order in (Products(), "sparse")]
+            assert_same(*(gradients_of(layer, tokens(), USED_S) for layer in layers), 1e-12)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert_same(found[1], found[0], 1e-12)
-
-
-class Unchanged(nn.Module):
-    """An expert whose results are its tokens, so that a token comes back as often as it was sent."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 1.0 * x
-
-
-@pytest.mark.parametrize("order", [order for gate, order in PAIRS if gate == "topk"])
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_without_dropping_every_token_comes_back_whole_however_crowded(order: str, k: int) -> None:
-    x_SM = torch.randn(S, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    x_SM[:, 0] = 2.0
-    used_S = torch.arange(S) % 4 > 0
-    for drop_tokens, crowded in itertools.product((False, True), (False, True)):
-        # With dropping there are 8 slots for 17 tokens, and those that are in none come back as zeros.
-        options = {"k": k, "drop_tokens": drop_tokens, "capacity_factor": 0.3 / k, "min_capacity": 0}
-        layer = layer_of("topk", order, options, expert_impl=Unchanged(), pipeline_degree=(3, 2)).double()
-        if crowded:  # all of them want expert 1 first
-            layer.gate.wg.weight.data[1, 0] = 9.0
-        result = layer(x_SM, used_S)
-        # For k = 1 the weight is the probability of the expert, for others weights sum to 1.
-        scale_S1 = torch.softmax(x_SM @ layer.gate.wg.weight.t(), dim=1).max(dim=1, keepdim=True).values
-        whole_SM = used_S[:, None] * x_SM * (scale_S1 if k == 1 else 1.0)
-        came_back_S = (result.output - whole_SM).abs().amax(dim=1) < 1e-12
-        assert came_back_S.all() == (not drop_tokens)
-        assert result.counts_E.sum() == k * used_S.sum()
-        assert not crowded or result.counts_E[1] == used_S.sum()
 
 
 # ---- where no rank has a token that takes part, a gate that drops nothing asks for no slots, and nothing travels
 
-DEGREES = [(1, 1), (2, 2), (1, 3), (3, 1), (4, 2)]
 # Each pair with one of them, in turns.
 TOKENS = {"padding alone": 6, "no token": 0}
 CASES = [(gate, order, kind) for gate, order in PAIRS for kind in TOKENS]
@@ -160,21 +141,8 @@ def test_a_layer_with_no_slots_is_the_same_in_any_number_of_chunks(gate: str, or
     for is_training in (True, False):
         case = gate, order, TOKENS[kind], is_training
         whole = without_slots(*case, pipeline_degree=(1, 1), dispatch="padded")
-        for degrees, dispatch in itertools.product(DEGREES, ("padded", "auto")):
+        for degrees, dispatch in (((1, 3), "padded"), ((4, 2), "padded"), ((1, 1), "auto"), ((3, 2), "auto")):
             assert_same(without_slots(*case, pipeline_degree=degrees, dispatch=dispatch), whole)
-
-
-def with_no_slots(rank: int, world_size: int) -> None:
-    for gate, degrees, num_tokens in (("topk", (2, 3), 6), ("expert_choice", (3, 2), 0)):
-        case = gate, "sparse", num_tokens, True
-        whole = without_slots(*case, pipeline_degree=(1, 1), dispatch="padded", group=dist.group.WORLD)
-        for dispatch in ("padded", "auto"):
-            cut = without_slots(*case, pipeline_degree=degrees, dispatch=dispatch, group=dist.group.WORLD)
-            assert_same(cut, whole)
-
-
-def test_ranks_without_a_token_exchange_nothing_and_go_on(tmp_path: Path) -> None:
-    run_on_ranks(with_no_slots, 2, tmp_path)
 
 
 # ---- on ranks
@@ -184,9 +152,8 @@ TODAYS = [draw(f"{pair} on ranks", [each for each in ON_RANKS if each[0] == pair
 OTHERS = [each for each in ON_RANKS if each not in TODAYS]
 
 
-def differ_from_one_rank(rank: int, world_size: int, cases: list[tuple[Any, tuple[int, int], bool]]) -> list[str]:
-    """Numbers of a layer whose experts are spread over ranks that are not those of a layer on one rank."""
-    found = []
+def compare_with_one_rank(rank: int, world_size: int, cases: list[tuple[Any, tuple[int, int], bool]]) -> None:
+    """Compare a layer whose experts are spread over ranks with a layer on one rank."""
     for (gate, order), degrees, masked in cases:
         options = options_of(gate, drop_tokens=True, capacity_factor=1.1, agree_capacity=True, slots_per_expert=3)
         whole = layer_of(gate, order, options, dispatch="padded").double()
@@ -217,32 +184,188 @@ def differ_from_one_rank(rank: int, world_size: int, cases: list[tuple[Any, tupl
         ours += [of_spread[each] for each in spread.experts.parameters()]
         for number, (one, other) in enumerate(zip(ours, expected, strict=True)):
             one = torch.zeros_like(other) if one is None else one
-            if not (one - other).abs().max() < 1e-12:
-                what = ("output", "dx")[number] if number < 2 else ("router" if number < shared else "experts")
-                found.append(f"{gate}, {order}, {degrees}, masked {masked}: {what}, by {(one - other).abs().max():.1e}")
+            what = ("output", "dx")[number] if number < 2 else ("router" if number < shared else "experts")
+            assert (one - other).abs().max() < 1e-12, (gate, order, degrees, masked, what)
         assert expected[1].abs().max() > 1e-3
-    return found
+
+
+def exchange_nothing() -> None:
+    """Run layers of ranks none of which has a token that takes part."""
+    for gate, degrees, num_tokens in (("topk", (2, 3), 6), ("expert_choice", (3, 2), 0)):
+        case = gate, "sparse", num_tokens, True
+        whole = without_slots(*case, pipeline_degree=(1, 1), dispatch="padded", group=dist.group.WORLD)
+        for dispatch in ("padded", "auto"):
+            cut = without_slots(*case, pipeline_degree=degrees, dispatch=dispatch, group=dist.group.WORLD)
+            assert_same(cut, whole)
+
+
+def agree_on_capacity(rank: int) -> None:
+    """All have the largest capacity, and what an expert takes of a rank's tokens does not depend on those of others."""
+    num_tokens, taken = ((3, 2), (23, 12), (1, 1), (11, 6))[rank]
+    gate = ExpertChoiceGate(k=2, agree_capacity=True)
+    gate.build(M, E)
+    routing = gate(torch.randn(num_tokens, M), None, dist.group.WORLD)
+    assert (routing.capacity, routing.counts_E.tolist()) == (12, [taken] * 4)
+    assert (routing.tokens_R == num_tokens).sum() == 4 * (12 - taken)
+
+
+def on_ranks(rank: int, world_size: int, cases: list[Any]) -> None:
+    exchange_nothing()
+    compare_with_one_rank(rank, world_size, cases)
+    agree_on_capacity(rank)
 
 
 @sampled("world_size", [2, 4])
 @sampled("cases", [TODAYS, OTHERS], kept=[0], drawn=0, ids=["today's", "others"])
-def test_a_layer_whose_experts_are_spread_over_ranks_equals_the_layer_on_one(
+def test_a_layer_whose_experts_are_spread_over_ranks_equals_the_layer_on_one_whatever_tokens_ranks_have(
     cases: list[Any], world_size: int, tmp_path: Path
 ) -> None:
     assert {pair for pair, _, _ in cases} == set(PAIRS)
-    for found in run_on_ranks(differ_from_one_rank, world_size, tmp_path, cases):
-        assert found == []
+    run_on_ranks(on_ranks, world_size, tmp_path, cases)
 
 
-def agreed_capacity(rank: int, world_size: int, tokens: list[int]) -> tuple[int, list[int], int]:
-    """(capacity, counts, empty slots) of a rank that has so many tokens."""
-    gate = ExpertChoiceGate(k=2, agree_capacity=True)
-    gate.build(M, E)
-    routing = gate(torch.randn(tokens[rank], M), None, dist.group.WORLD)
-    return routing.capacity, routing.counts_E.tolist(), int((routing.tokens_R == tokens[rank]).sum())
+# ---- with compiled ops
+
+COMPILED = covering(GATES, (1, 2, 3), (torch.float32, torch.float64, torch.bfloat16))
+ONE_OF_EACH_GATE = [next(at for at, case in enumerate(COMPILED) if case[0] == gate) for gate in GATES]
+DROPS = [{"drop_tokens": False}, {"drop_policy": "probs"}, {"drop_policy": "position"}]
 
 
-def test_ranks_with_different_numbers_of_tokens_agree_on_the_largest_capacity(tmp_path: Path) -> None:
-    seen = run_on_ranks(agreed_capacity, 4, tmp_path, [3, 23, 1, 11])
-    # What an expert takes of a rank's tokens does not depend on those of others.
-    assert seen == [(12, [each] * 4, 4 * (12 - each)) for each in (2, 12, 1, 6)]
+@sampled(("gate", "k", "dtype"), COMPILED, kept=ONE_OF_EACH_GATE, drawn=3, ids=str)
+def test_a_layer_computes_the_same_with_compiled_ops(gate: str, k: int, dtype: torch.dtype) -> None:
+    k = max(k, 2) if gate in ("gshard", "mixtral") else k  # with one choice their routers learn nothing
+    order = kind_of(registry.lookup("gate", gate)).order
+    for drop, used_S in itertools.product(DROPS, (None, USED_S)):
+        options = options_of(gate, k=k, capacity_factor=0.8, min_capacity=1, **{"drop_tokens": True} | drop)
+        compiled, plain = (
+            layer_of(gate, order, options, ops=ops, pipeline_degree=(2, 3)).to(dtype)
+            for ops in (compiled_ops(), REFERENCE)
+        )
+        assert_same(*(gradients_of(layer, tokens(dtype), used_S) for layer in (compiled, plain)))
+
+
+OF_EACH_KIND: list[dict[str, Any] | None] = [None, {"type": "expert_choice"}, {"type": "sigmoid", "k": 2}]
+
+
+def trained(rank: int, world_size: int, gate: dict[str, Any] | None) -> dict[str, Any]:
+    found = {}
+    for ops in ("reference", "required", "auto"):
+        torch.manual_seed(rank)
+        case = Case(ep_size=2, stage=1)
+        model = SmallModel(case, rank)
+        block = {"enabled": True, "ops": ops} | ({"gate": gate} if gate else {})
+        config = case.ds_config(fsmoe=block)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        losses, inner = train_steps(engine, rank, range(3)), model.moes[0].deepspeed_moe
+        found[ops] = losses, {inner.gate.ops.name, inner.fsmoe.order.ops.name, engine.fsmoe.chosen()["ops"]}
+        engine.destroy()
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler")
+def test_training_is_the_same_and_the_report_says_which_ops_it_has(tmp_path: Path) -> None:
+    (gate,) = draw("gates of trainings with each set of ops", OF_EACH_KIND, 1)
+    for found in run_on_ranks(trained, 2, tmp_path, gate):
+        for ops, (losses, names) in found.items():
+            assert losses == found["reference"][0]
+            assert names == {"reference" if ops == "reference" else "compiled"}
+
+
+# ---- with ``deterministic``
+
+# What adds on CUDA by atomics, by torch.use_deterministic_algorithms' list; those that index dimension 0 or another.
+ADDS = {"index_add", "index_add_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_reduce"}
+# What has no fixed order there whatever its arguments are, if it is not of whole numbers.
+NEVER = {"cumsum", "cumsum_", "put_", "histc", "bincount", "embedding_dense_backward", "_index_put_impl_"}
+
+
+class Chance(TorchDispatchMode):
+    """Notes operations whose result on CUDA depends on which of two terms comes first.
+
+    Terms that go to places of their own, or that are whole numbers and so add up exactly, do not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ADDS:
+            _, dim, index, terms, *_ = args
+            if not adds_exactly(terms_that_meet(index, terms, dim)):
+                self.found.append(name)
+        elif name in NEVER and args[0].is_floating_point():
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def terms_that_meet(index: torch.Tensor, terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """Those that go to one place with another."""
+    if index.dim() < terms.dim():
+        index = index.view(*[-1 if each == dim else 1 for each in range(terms.dim())]).expand(terms.shape)
+    in_order, order = index.sort(dim=dim)
+    same = in_order.diff(dim=dim) == 0
+    none = torch.zeros_like(same.narrow(dim, 0, 1))
+    meets = torch.cat([same, none], dim=dim) | torch.cat([none, same], dim=dim)
+    return terms.gather(dim, order)[meets]
+
+
+def adds_exactly(terms: torch.Tensor) -> bool:
+    return not terms.is_floating_point() or bool((terms == terms.round()).all() and terms.abs().sum() < 2**20)
+
+
+def left_to_chance(gate: str, order: str, ops: Ops, dtype: torch.dtype) -> tuple[list[torch.Tensor | None], list[str]]:
+    """Result and gradients, and what was left to chance on the way."""
+    options = options_of(gate, drop_tokens=True)
+    layer = layer_of(gate, order, options, pipeline_degree=(2, 3), ops=ops).to(dtype)
+    with Chance() as chance:
+        return gradients_of(layer, tokens(dtype), USED_S), chance.found
+
+
+# As for CUDA: on a CPU sums have their order.
+IN_ORDER = load_ops("reference", "cuda", deterministic=True)
+
+
+# Each pair in one type of numbers, in turns.
+OF_TYPES = [(*pair, (torch.float32, torch.float64)[at % 2]) for at, pair in enumerate(PAIRS)]
+
+
+@pytest.mark.parametrize(("gate", "order", "dtype"), OF_TYPES, ids=str)
+def test_a_deterministic_layer_leaves_nothing_to_chance_and_has_the_same_numbers(
+    gate: str, order: str, dtype: torch.dtype
+) -> None:
+    plain, _ = left_to_chance(gate, order, REFERENCE, dtype)
+    fixed, by_chance = left_to_chance(gate, order, IN_ORDER, dtype)
+    assert by_chance == []
+    assert plain[1].abs().max() > 0
+    assert_same(fixed, plain)
+
+
+def test_what_is_left_to_chance_otherwise_is_noticed() -> None:
+    assert set(left_to_chance("expert_choice", "sparse", REFERENCE, torch.float32)[1]) >= {"index_add"}
+    assert left_to_chance("topk", "sparse", REFERENCE, torch.float32)[1] != []
+
+
+def test_on_cuda_the_compiled_ops_gather_and_add_in_order_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "_load_on_every_rank", lambda device_type: None)
+    plain, fixed = load_ops("required", "cuda"), load_ops("required", "cuda", deterministic=True)
+    assert plain is loading.COMPILED["cuda"]
+    in_order = deterministic.gather_rows, deterministic.add_rows, "compiled"
+    assert (fixed.gather_rows, fixed.add_rows, fixed.name) == in_order
+    # Their float64 goes by the reference, and that in order.
+    x_SM, slots_KS = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.arange(15).view(3, 5)
+    with Chance() as chance:
+        y_NM = fixed.arrange(x_SM, slots_KS, 15, None)
+        fixed.restore(y_NM, slots_KS, torch.rand(3, 5, dtype=torch.float64), None).sum().backward()
+    assert chance.found == []
+    assert load_ops("required", "cpu", deterministic=True) is loading.COMPILED["cpu"]
+
+
+def test_halves_are_added_up_in_float32_in_order_and_rounded_once() -> None:
+    halves_NM, index_N = torch.randn(400, 3).bfloat16(), torch.randint(-1, 8, (400,))
+    exact = REFERENCE.add_rows(halves_NM.float(), index_N, 7)
+    assert torch.equal(IN_ORDER.add_rows(halves_NM, index_N, 7), exact.bfloat16())
+    for num_rows in (0, 3):
+        assert IN_ORDER.add_rows(torch.ones(0, 2), index_N[:0], num_rows).shape == (num_rows, 2)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded routing is read as it was written, shown as what it is, and damaged files say so."""
+"""Recorded routing is read as it was written, and what is no recording says so. Made-up routing has the skew that its
+name says, and is the same wherever it is made."""
 
 from __future__ import annotations
 
 import itertools
-import random
-from contextlib import suppress
+import subprocess
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,8 @@ import pytest
 import torch
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.offline.report.page import Page
-from ds_fsmoe.offline.report.routing import RoutedLoad, _draw, loads_of, mean_of
+from ds_fsmoe.offline.report.routing import loads_of, mean_of
+from ds_fsmoe.routes.made import DRIFT_STEPS, HOT_SHARE, NAMES, choices
 from ds_fsmoe.routes.made import choices as made
 from ds_fsmoe.routes.recorded import RoutingFileError, read_routing, write_packed
 from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, index_type, part_file, parts_of
@@ -72,12 +74,6 @@ def test_what_is_read_is_what_was_written(is_packed: bool, tmp_path: Path) -> No
         recording.choices(1, 99, 0, 0)
 
 
-def test_steps_that_are_done_again_replace_what_a_job_had_done(tmp_path: Path) -> None:
-    write(tmp_path / "routing")
-    write(tmp_path / "routing", steps=(3, 4), part=1)
-    assert read_routing(tmp_path / "routing").steps == (0, 3, 4)
-
-
 def test_a_job_that_goes_on_adds_a_file_and_one_that_begins_replaces_all(tmp_path: Path) -> None:
     def record(*steps: int) -> None:
         recorder = RoutingRecorder(tmp_path, RankFacts(0, 1, (RoutedLayer("moe", 6, (0,)),)), {"L00": 0})
@@ -91,20 +87,23 @@ def test_a_job_that_goes_on_adds_a_file_and_one_that_begins_replaces_all(tmp_pat
     assert read_routing(tmp_path).steps == (0, 1, 2, 3, 4)
     record(0)
     assert read_routing(tmp_path).steps == (0,)
+    # Steps that are done again replace what a job had done.
+    write(tmp_path / "again")
+    write(tmp_path / "again", steps=(3, 4), part=1)
+    assert read_routing(tmp_path / "again").steps == (0, 3, 4)
 
 
 def test_loads_are_those_of_a_loop_over_tokens(tmp_path: Path) -> None:
     write(tmp_path / "routing")
     for load, layer in zip(loads_of(read_routing(tmp_path / "routing")), range(len(LAYERS)), strict=True):
         _, E, k = LAYERS[layer]
+        num_groups, group_size = (2, 2) if E == 6 else (1, 4)
         wanted = np.zeros((len(STEPS), E), dtype=int)
-        of_groups = np.zeros((len(STEPS), 2 if E == 6 else 1, 2 if E == 6 else 4), dtype=int)
-        for row, step in enumerate(STEPS):
-            for rank in range(RANKS):
-                for micro_batch in range(MICRO_BATCHES):
-                    for expert in indices(rank, step, micro_batch, layer).reshape(-1):
-                        wanted[row, expert] += 1
-                        of_groups[row, rank // 2 if E == 6 else 0, expert // (E // of_groups.shape[2])] += 1
+        of_groups = np.zeros((len(STEPS), num_groups, group_size), dtype=int)
+        for (row, step), rank, micro_batch in itertools.product(enumerate(STEPS), range(RANKS), range(MICRO_BATCHES)):
+            for expert in indices(rank, step, micro_batch, layer).reshape(-1):
+                wanted[row, expert] += 1
+                of_groups[row, rank // 2 if E == 6 else 0, expert // (E // group_size)] += 1
         assert np.array_equal(load.load_NE, wanted)
         assert load.num_choices == k
         assert load.skew_N == pytest.approx([each.max() / each.mean() for each in wanted])
@@ -143,24 +142,6 @@ def test_the_report_has_a_row_for_each_layer_and_a_page(
             assert row.split()[1:3] == [str(E), str(k)]
 
 
-class Counts(np.ndarray):
-    """Counts that tell how many of them are made into Python's numbers."""
-
-    taken = 0
-
-    def tolist(self) -> list:
-        Counts.taken += self.size
-        return super().tolist()
-
-
-def test_of_many_loads_only_those_that_are_drawn_become_numbers_of_python() -> None:
-    steps = range(1000)
-    load_NE = np.ones((len(steps), 100), dtype=np.int64).view(Counts)
-    page = Page("loads")
-    _draw(page, [RoutedLoad(RoutedLayer("layer", 100, (0,)), 1, load_NE, np.ones(len(steps)))], steps)
-    assert Counts.taken < load_NE.size / 10
-
-
 def test_a_place_without_routing_is_an_error_that_names_it(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing", tmp_path / "text.npz"):
         (tmp_path / "text.npz").write_text("no archive")
@@ -168,21 +149,86 @@ def test_a_place_without_routing_is_an_error_that_names_it(tmp_path: Path) -> No
             read_routing(path)
 
 
-@pytest.mark.parametrize("kind", ["folder", "packed"])
-def test_a_damaged_file_is_read_as_far_as_it_goes_or_refused(kind: str, tmp_path: Path) -> None:
-    write(tmp_path / "routing")
-    file = part_file(tmp_path / "routing", 0, 0)
-    if kind == "packed":
-        file = tmp_path / "some.npz"
-        write_packed(file, read_routing(tmp_path / "routing"))
-    whole, draw = file.read_bytes(), random.Random(1)
-    for number in range(150):
-        damaged = bytearray(whole[: draw.randrange(len(whole)) if number % 3 == 0 else len(whole)])
-        for _ in range(draw.choice([0, 1, 3, 30])):
-            if damaged:
-                damaged[draw.randrange(len(damaged))] = draw.randrange(256)
-        file.write_bytes(damaged)
-        with suppress(RoutingFileError):
-            recording = read_routing(file if kind == "packed" else tmp_path / "routing")
-            for load in loads_of(recording):
-                assert load.load_NE.shape[1] == load.layer.num_experts
+# ---- made-up routing
+
+
+S, E, K, EP = 4099, 32, 4, 8
+
+
+def counts(name: str, num_experts: int = E, k: int = K, **more: int) -> np.ndarray:
+    made = choices(name, num_tokens=S, num_experts=num_experts, k=k, **{"ep_size": EP} | more)
+    return np.bincount(made.reshape(-1), minlength=num_experts)
+
+
+def skew(counts_E: np.ndarray) -> float:
+    return counts_E.max() / counts_E.mean()
+
+
+def distance(first: np.ndarray, second: np.ndarray) -> float:
+    """Total variation between two loads."""
+    return np.abs(first / first.sum() - second / second.sum()).sum() / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_choose_different_experts_in_range(name: str) -> None:
+    for num_tokens, num_experts, k in ((0, 5, 2), (1, 1, 1), (17, 7, 7), (23, 6, 1), (101, 64, 8)):
+        made = choices(name, num_tokens=num_tokens, num_experts=num_experts, k=k, step=3, rank=2)
+        assert (made.shape, made.dtype) == ((num_tokens, k), np.int64)
+        assert ((made >= 0) & (made < num_experts)).all()
+        assert (np.diff(np.sort(made, axis=1), axis=1) > 0).all()
+
+
+def test_each_has_the_skew_that_its_name_says() -> None:
+    for num_experts, k in ((32, 4), (7, 3), (5, 5), (64, 8)):
+        balanced = counts("balanced", num_experts, k, ep_size=1)
+        assert balanced.max() - balanced.min() <= 1
+    hot_expert = counts("hot_expert")
+    hot = hot_expert.argmax()
+    # Of the tokens that are not given it, k / E choose it by themselves; others are chosen evenly.
+    assert hot_expert[hot] / S == pytest.approx(HOT_SHARE + (1 - HOT_SHARE) * K / E, abs=0.03)
+    assert skew(np.delete(hot_expert, hot)) < 1.2
+    # A hot rank gets all choices of its share of tokens.
+    of_ranks = counts("hot_rank").reshape(EP, -1).sum(axis=1)
+    assert of_ranks.max() / of_ranks.sum() == pytest.approx(HOT_SHARE + (1 - HOT_SHARE) / EP, abs=0.03)
+    for exponent in (1.0, 1.5):
+        zipf = np.sort(counts(f"zipf_{exponent}", k=1))[::-1]
+        assert zipf[0] / zipf[3] == pytest.approx(4**exponent, rel=0.3)
+    assert skew(counts("zipf_1.5")) > skew(counts("zipf_1.0")) > 2
+
+
+def test_drifting_moves_a_little_in_a_step_and_to_another_expert_in_time() -> None:
+    first, next_step, later = (counts("drifting", step=step) for step in (0, 1, 3 * DRIFT_STEPS))
+    noise = distance(first, counts("drifting", rank=1))
+    assert distance(first, next_step) < noise + 0.03
+    assert distance(first, later) > 5 * noise
+    assert first.argmax() != later.argmax()
+
+
+def test_rotating_has_another_hot_expert_in_every_step_and_all_in_turn() -> None:
+    assert {counts("rotating", step=step).argmax() for step in range(E)} == set(range(E))
+
+
+def test_ranks_steps_layers_and_seeds_differ_and_the_same_numbers_give_the_same_in_another_process_too() -> None:
+    size = {"num_tokens": 97, "num_experts": E, "k": K, "ep_size": EP}
+    made = {name: choices(name, **size) for name in NAMES}
+    for name, other in ((name, {each: 1}) for name in NAMES for each in ("rank", "step", "layer", "seed")):
+        assert not np.array_equal(made[name], choices(name, **size, **other))
+    code = (
+        "from ds_fsmoe.routes.made import *; import zlib;"
+        "print([zlib.crc32(choices(n, num_tokens=97, num_experts=32, k=4, ep_size=8).tobytes()) for n in NAMES])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert found.strip() == str([zlib.crc32(made[name].tobytes()) for name in NAMES])
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "error"),
+    [
+        ("zipf", {}, "unknown routing 'zipf': did you mean 'zipf_1"),
+        ("balanced", {"k": 33}, "k = 33: must be between 1 and the 32 experts"),
+        ("hot_rank", {"ep_size": 5}, "ep_size = 5: must divide the 32 experts"),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_names_the_choices(name: str, sizes: dict[str, int], error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        choices(name, **{"num_tokens": 5, "num_experts": E, "k": K} | sizes)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,9 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 class PretendedAccelerator(CPU_Accelerator):
     """Calls itself ``cuda``, and has of it what is needed to train; the rest is the CPU's."""
 
+    Stream = property(lambda self: torch.cuda.Stream)
+    Event = property(lambda self: torch.cuda.Event)
+
     def __init__(self) -> None:
         super().__init__()
         self._name = "cuda"
@@ -25,43 +28,22 @@ class PretendedAccelerator(CPU_Accelerator):
     def device_name(self, device_index: int | None = None) -> str:
         return "cuda" if device_index is None else f"cuda:{device_index}"
 
-    def device(self, device_index: int | None = None) -> Any:
-        return torch.cuda.device(device_index)
-
-    def set_device(self, device_index: int) -> None:
-        torch.cuda.set_device(device_index)
-
-    def current_device(self) -> int:
-        return torch.cuda.current_device()
-
     def current_device_name(self) -> str:
         return f"cuda:{torch.cuda.current_device()}"
 
     def device_count(self) -> int:
         return 8
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        torch.cuda.synchronize()
-
-    @property
-    def Stream(self) -> Any:
-        return torch.cuda.Stream
-
-    @property
-    def Event(self) -> Any:
-        return torch.cuda.Event
-
-    def stream(self, stream: Any) -> Any:
-        return torch.cuda.stream(stream)
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.current_stream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.default_stream()
-
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
+
+
+def _as_cuda(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(torch.cuda, name)(*args)
+
+
+for each in ("device", "set_device", "current_device", "synchronize", "stream", "current_stream", "default_stream"):
+    setattr(PretendedAccelerator, each, _as_cuda(each))
 
 
 @contextmanager
