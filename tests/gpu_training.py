@@ -47,9 +47,8 @@ def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize = ds_fsmoe.initialize if "fsmoe" in config else deepspeed.initialize
-    return initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)[
-        0
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return initialize(model=model, model_parameters=trained, config=config)[0]
 
 
 def train_hf(family: str, stage: int, dtype: str, block: Block, steps: int, rank: int = 0) -> dict[str, Any]:
@@ -91,15 +90,10 @@ def _trained(engine: Any, losses: Iterable[torch.Tensor]) -> dict[str, Any]:
 
 
 def compare(ours: dict[str, Any], stock: dict[str, Any], bounds: str, rank: int = 0) -> dict[str, Any]:
-    """Return how far ours is from stock.
+    """Return how far ours is from stock; raises AssertionError where that is more than rounding.
 
-    Args:
-        ours, stock: what became of them. Where ours has a part of the experts that stock has whole, it is this rank's.
-        bounds: "fp32", "bf16", or "loosely" for families whose own numbers are large where they are tiny.
-        rank: the rank.
-
-    Raises:
-        AssertionError: by more than rounding.
+    Where ours has a part of the experts that stock has whole, it is this rank's. ``bounds``: "fp32", "bf16", or
+    "loosely" for families whose own numbers are large where they are tiny.
     """
     if set(ours["parameters"]) != set(stock["parameters"]) or ours["layers"] == 0:
         raise AssertionError(f"{ours['layers']} layers; parameters {sorted(ours['parameters'])[:6]}")
@@ -111,11 +105,8 @@ def compare(ours: dict[str, Any], stock: dict[str, Any], bounds: str, rank: int 
         far[name] = float((own - whole).norm() / max(float(whole.norm()), LEAST * whole.numel() ** 0.5))
     worst = max(far, key=lambda name: far[name])
     facts = {"loss_off": f"{off:.1e}", "worst": worst, "off": f"{far[worst]:.1e}", "lanes": ours.get("lanes")}
-    if (
-        not all(map(math.isfinite, [*ours["losses"], *far.values()]))
-        or off > OF_LOSS[bounds]
-        or far[worst] > TOLERANCE[bounds]
-    ):
+    are_finite = all(map(math.isfinite, [*ours["losses"], *far.values()]))
+    if not are_finite or off > OF_LOSS[bounds] or far[worst] > TOLERANCE[bounds]:
         raise AssertionError(str(facts))
     return facts
 

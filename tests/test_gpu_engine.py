@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on GPUs whose script sets no device: each rank's streams, parameters and gradients are on its own.
-
-What the ranks do is run here on the CPU as well.
-"""
+"""Engines on GPUs whose script sets no device: each rank's streams, parameters and gradients are on its own. The script
+is run here on the CPU as well."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.gpu_cases import BODY_ON_CPU
 from tests.lane_cases import NEEDS_GPU, NEEDS_GPUS
 from tests.python_path import python_path
-from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel, batch
 from tests.waiting import LIMIT_S
 
@@ -75,10 +72,8 @@ def launch(folder: Path, world_size: int, **variables: str) -> list[list[dict[st
     """What each rank found, started by torchrun, which leaves it to the script on which device a rank is."""
     known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in known}
-    environment |= {
-        "PYTHONPATH": python_path(),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    } | variables
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment |= {"PYTHONPATH": python_path(), "PATH": path} | variables
     command = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), "-m", __name__, str(folder)]
     options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
     done = subprocess.run(command, env=environment, cwd=folder, **options)
@@ -99,24 +94,10 @@ def check(of_ranks: list[list[dict[str, Any]]], lanes: str, device: str) -> None
             assert all(loss == loss and loss > 0 for loss in found["losses"])
 
 
-@NEEDS_GPU
-def test_an_engine_is_made_on_a_gpu_and_trains(tmp_path: Path) -> None:
-    check(launch(tmp_path, 1), "StreamLanes", "cuda:{rank}")
-
-
-@NEEDS_GPUS
-def test_engines_of_ranks_that_set_no_device_are_each_on_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=NEEDS_GPU), pytest.param(2, marks=NEEDS_GPUS)])
+def test_engines_of_ranks_that_set_no_device_are_each_on_their_own(world_size: int, tmp_path: Path) -> None:
     """DeepSpeed sets the device of a rank after it has asked us for our groups and streams."""
-    check(launch(tmp_path, 2), "StreamLanes", "cuda:{rank}")
-
-
-def on_stages(rank: int, world_size: int) -> list[dict[str, Any]]:
-    return [train(rank, world_size, stage, {"autotune": {"enabled": False}}) for stage in (0, 2)]
-
-
-@BODY_ON_CPU
-def test_what_those_ranks_do_is_done_on_the_cpu(tmp_path: Path) -> None:
-    check(run_on_ranks(on_stages, 1, tmp_path), "ThreadLanes", "cpu")
+    check(launch(tmp_path, world_size), "StreamLanes", "cuda:{rank}")
 
 
 @BODY_ON_CPU
@@ -124,15 +105,14 @@ def test_the_script_of_those_ranks_runs_on_the_cpu(tmp_path: Path) -> None:
     check(launch(tmp_path, 2, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"), "ThreadLanes", "cpu")
 
 
-@pytest.mark.parametrize("fault", ["another device", "no loss"])
-def test_a_stream_on_another_device_is_seen(fault: str) -> None:
-    devices = {"parameters": ["cuda:1"], "streams": ["cuda:0" if fault == "another device" else "cuda:1"]}
-    losses = [float("nan") if fault == "no loss" else 1.0] * STEPS
-    found = {"lanes": "StreamLanes", "devices": devices, "losses": losses}
-    fine = found | {"devices": {name: ["cuda:0"] for name in devices}, "losses": [1.0] * STEPS}
-    check([[fine]], "StreamLanes", "cuda:{rank}")
+def test_a_stream_on_another_device_is_seen() -> None:
+    def found(streams: str) -> dict[str, Any]:
+        devices = {"parameters": ["cuda:0"], "streams": [streams]}
+        return {"lanes": "StreamLanes", "devices": devices, "losses": [1.0] * STEPS}
+
+    check([[found("cuda:0")]], "StreamLanes", "cuda:{rank}")
     with pytest.raises(AssertionError):
-        check([[fine], [found]], "StreamLanes", "cuda:{rank}")
+        check([[found("cuda:1")]], "StreamLanes", "cuda:{rank}")
 
 
 if __name__ == "__main__":

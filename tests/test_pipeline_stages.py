@@ -25,14 +25,13 @@ CHUNKED = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}}
 MICRO_OPS = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 900}}
 EARLY = CHUNKED | {"deterministic": True, "autotune": False}
 TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
-UNASKED = {"enabled": True, "autotune": {"enabled": "auto", "trials": 1}, "num_chunks": {"max": 2}}
 
 
 class Dense(nn.Module):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, width: int = WIDTH) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
 
     def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
         return x_BLM + torch.tanh(self.linear(x_BLM))
@@ -41,15 +40,24 @@ class Dense(nn.Module):
 class WithExperts(Dense):
     """Experts by global id, the same for every layout."""
 
-    def __init__(self, seed: int, ep_rank: int, ep_size: int = 2) -> None:
+    def __init__(
+        self,
+        seed: int,
+        ep_rank: int,
+        ep_size: int = 2,
+        width: int = WIDTH,
+        num_experts: int = 4,
+        drop_tokens: bool = True,
+    ) -> None:
         from deepspeed.moe.layer import MoE
 
         from ds_fsmoe.components.experts.gpt import GPTFeedForward
 
-        super().__init__(seed)
-        self.moe = MoE(WIDTH, GPTFeedForward(WIDTH, 28), num_experts=4, ep_size=ep_size, k=2, use_rts=False)
+        super().__init__(seed, width)
+        expert = GPTFeedForward(width, 28)
+        self.moe = MoE(width, expert, num_experts, ep_size, k=2, use_rts=False, drop_tokens=drop_tokens)
         for local, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
-            generator = torch.Generator().manual_seed(100 * seed + 4 // ep_size * ep_rank + local)
+            generator = torch.Generator().manual_seed(100 * seed + num_experts // ep_size * ep_rank + local)
             with torch.no_grad():
                 for each in expert.parameters():
                     each.copy_(torch.randn(each.shape, generator=generator) * 0.2)
@@ -176,7 +184,7 @@ class Job:
 
 
 NOT_TUNED = {"enabled": True, "autotune": False}
-BOTH, FIRST, LAST = ("moe", "moe"), ("moe", "dense"), ("dense", "moe")
+FIRST, LAST = ("moe", "dense"), ("dense", "moe")
 # Stock makes groups on stages with layers only, and no other engine can be made in the process after that: so what has
 # a stage without layers is held against stock behind what has none, at most twice; otherwise against ours.
 BATCHES = {
@@ -195,8 +203,6 @@ BATCHES = {
     ],
     # Plans are measured between batches and tried by whole ones.
     "tuned": [Job(LAST, 1, TUNED, steps=40, against=NOT_TUNED)],
-    "tuned unasked": [Job(FIRST, 0, UNASKED, steps=40, against=NOT_TUNED)],
-    "tuned, of one schedule": [Job(zero=1, block=TUNED | {"schedule": "fsmoe"}, steps=40)],
 }
 
 
@@ -241,22 +247,20 @@ def test_stages_of_which_none_has_a_layer_are_refused_on_every_rank(tmp_path: Pa
     assert all("no stage" in said for said in run_on_ranks(what_is_said, 4, tmp_path))
 
 
-def record(rank: int, world_size: int, stages: tuple[str, ...], folder: str) -> None:
+def record(rank: int, world_size: int, folder: str) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    train(rank, 0, stages, CHUNKED | {"metrics_every": 2, "record": {"dir": folder}})
+    train(rank, 0, LAST, CHUNKED | {"metrics_every": 2, "record": {"dir": folder}})
 
 
-@sampled("stages", [BOTH, LAST])
-def test_routers_of_all_stages_are_recorded(stages: tuple[str, ...], tmp_path: Path) -> None:
-    run_on_ranks(record, 4, tmp_path / "ranks", stages, str(tmp_path / "run"))
+def test_routers_of_all_stages_are_recorded(tmp_path: Path) -> None:
+    run_on_ranks(record, 4, tmp_path / "ranks", str(tmp_path / "run"))
     run = read_run(tmp_path / "run")
     assert [row["step"] for row in run.steps] == list(range(1, STEPS + 1))
     assert all(row["step_ms"] > 0 and row["loss"] > 0 for row in run.steps)
     (row,) = run.routers
     assert row["step"] == 2
-    assert list(row["layers"]) == [f"stage{i}/L00" for i, kind in enumerate(stages) if kind == "moe"]
-    for load in row["layers"].values():
-        # Two ranks of the stage, two micro batches, two choices.
-        assert sum(load["tokens_E"]) == 2 * 2 * BATCH * LENGTH * 2
+    assert list(row["layers"]) == ["stage1/L00"]
+    # Two ranks of the stage, two micro batches, two choices.
+    assert sum(row["layers"]["stage1/L00"]["tokens_E"]) == 2 * 2 * BATCH * LENGTH * 2
