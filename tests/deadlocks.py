@@ -211,14 +211,8 @@ State = tuple[tuple[_Heads, int], ...]
 
 
 class Devices:
-    """All devices of a job with what they were given.
-
-    Args:
-        programs: of each rank.
-        slots: how many collectives fit on a device at once.
-        implicit: whether they begin in the order of issue.
-        one_of: of communicators whose names begin so one collective is resident at a time; ``None``: of none.
-    """
+    """All devices of a job with what they were given. ``one_of``: of communicators whose names begin so one collective
+    is resident at a time."""
 
     def __init__(
         self, programs: Sequence[Program], slots: int, implicit: bool = False, one_of: str | None = None
@@ -375,11 +369,7 @@ def search(devices: Devices, most_states: int = 200_000) -> Found:
 
 
 def slots_needed(programs: Sequence[Program], most_states: int = 200_000) -> int:
-    """How many collectives a device has to have room for where it may begin them in any order.
-
-    Raises:
-        RuntimeError: not even one for each stream will do, or there are too many orders.
-    """
+    """How many collectives a device has to have room for where it may begin them in any order."""
     most = max(len({each.stream for each in program}) for program in programs)
     for slots in range(1, max(most, 1) + 1):
         found = search(Devices(programs, slots), most_states)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.hf_families import batch as tokens
 from tests.hf_families import model_of
 from tests.small_model import Case, SmallModel, batch
@@ -85,8 +86,20 @@ def _trained(engine: Any, losses: Iterable[torch.Tensor]) -> dict[str, Any]:
         found["parameters"][name] = whole.detach().cpu().double()
     if hasattr(engine, "fsmoe"):
         found |= {"layers": len(engine.fsmoe.layers), "lanes": type(engine.fsmoe.running.lanes).__name__}
+        found["devices"] = _devices_of(engine)
     engine.destroy()
     return found
+
+
+def _devices_of(engine: Any) -> dict[str, list[str]]:
+    """Return what is where."""
+    parameters = list(engine.module.parameters())
+    found = {"parameters": {each.device for each in parameters}}
+    found["gradients"] = {each.grad.device for each in parameters if each.grad is not None}
+    if isinstance(engine.fsmoe.running.lanes, StreamLanes):
+        found["streams"] = {each.device for each in engine.fsmoe.running.lanes._links.values()}
+        found["current"] = {torch.device("cuda", torch.cuda.current_device())}
+    return {name: sorted(map(str, each)) for name, each in found.items()}
 
 
 def compare(ours: dict[str, Any], stock: dict[str, Any], bounds: str, rank: int = 0) -> dict[str, Any]:

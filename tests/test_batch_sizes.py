@@ -58,16 +58,3 @@ def unequal(rank: int, world_size: int) -> None:
 
 def test_batches_of_different_sizes_are_named_before_anything_is_exchanged(tmp_path: Path) -> None:
     run_on_ranks(unequal, 2, tmp_path)
-
-
-def two_blocks(rank: int, world_size: int) -> str:
-    engine = make(rank, Case(2, k=2))
-    inputs = [each[: 2 if rank > 1 else None] for each in batch(0, rank, torch.float32)]
-    engine.backward(engine(*inputs)[0])
-    engine.step()
-    engine.destroy()
-    return "goes on"
-
-
-def test_ranks_that_exchange_nothing_may_have_batches_of_their_own_sizes(tmp_path: Path) -> None:
-    assert run_on_ranks(two_blocks, 4, tmp_path) == ["goes on"] * 4

@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A load at another layout takes from files what a rank keeps, and no more; each file is opened once. That all of it
-arrives is held by test_moved_layouts.py and test_hugging_face_files.py."""
+"""A load at another layout takes from files what a rank keeps, and no more; each file is opened once. Whole weights and
+a conversion hold one part at a time.
+
+That all of it arrives is held by test_moved_layouts.py and test_hugging_face_files.py.
+"""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+pytest.importorskip("transformers")
+
+from ds_fsmoe.checkpoint_files import convert
+from ds_fsmoe.checkpoint_files import whole as whole_files
 from tests.hurry import hurry
+from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.taken_bytes import Taken, kept_bytes
+from tests.test_hugging_face import ds_config, engine_of
 
 pytestmark = pytest.mark.long
 
 MOST = 1.02
 """The bytes taken, of those kept. Headers and indexes are no tensors."""
-EXPERTS, WIDTH = 8, 64
+EXPERTS, WIDTH, LAYERS = 8, 64, 2
 
 
 class Layout(NamedTuple):
@@ -30,7 +40,6 @@ class Layout(NamedTuple):
     ep: int
     stage: int
     dtype: str = "bf16"
-    layers: int = 2
 
     @property
     def name(self) -> str:
@@ -38,59 +47,39 @@ class Layout(NamedTuple):
 
 
 class StockModel(nn.Module):
+    """Layers of DeepSpeed's, one behind the other."""
+
     def __init__(self, layout: Layout) -> None:
         from deepspeed.moe.layer import MoE
 
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.moes = nn.ModuleList(
-            MoE(WIDTH, FeedForward(), EXPERTS, layout.ep, k=1, min_capacity=4) for _ in range(layout.layers)
-        )
+        expert = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        layers = (MoE(WIDTH, expert, EXPERTS, layout.ep, k=1, min_capacity=4) for _ in range(LAYERS))
+        self.moes = nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
         for each in self.moes:
             x = x + each(x)[0]
         return x.square().mean()
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
-
-
-def hugging_face_model(layout: Layout) -> nn.Module:
+def hugging_face_model() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
     experts = {"num_experts": EXPERTS, "num_experts_per_tok": 2}
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(vocab_size=512, num_hidden_layers=layout.layers, **sizes, **heads, **experts)
-    )
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=512, num_hidden_layers=LAYERS, **sizes, **heads, **experts))
 
 
 def make(layout: Layout, seed: int) -> Any:
     """An engine that has made a step, so that its optimizer has states."""
-    import ds_fsmoe
-
     torch.manual_seed(seed)
     is_stock = layout.kind == "stock"
-    model = StockModel(layout) if is_stock else hugging_face_model(layout)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": {"stage": layout.stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 1_000_000,
-        "fsmoe": {"enabled": True} | ({} if is_stock else {"ep_size": layout.ep}),
-        "bf16": {"enabled": layout.dtype == "bf16"},
-    }
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    config = ds_config(layout.stage, **({} if is_stock else {"ep_size": layout.ep}))
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+    config["bf16"] = {"enabled": layout.dtype == "bf16"}
+    engine = engine_of(StockModel(layout) if is_stock else hugging_face_model(), config)
     tokens = torch.randint(0, 512, (1, 16))
     x = torch.randn(1, 16, WIDTH).to(next(engine.module.parameters()).dtype)
     engine.backward(engine(x) if is_stock else engine(input_ids=tokens, labels=tokens).loss)
@@ -142,30 +131,98 @@ def test_a_load_takes_from_files_what_a_rank_keeps_and_opens_each_once(tmp_path:
         run_on_ranks(load, world, tmp_path / f"to{world}", pairs, str(tmp_path))
 
 
-def calls(rank: int, world_size: int, layouts: list[Layout], folder: str) -> list[int]:
-    """The calls of functions of each load, whoever makes them."""
-    hurry()
-    found = []
-    for layout in layouts:
-        engine = make(layout, seed=0)
-        engine.save_checkpoint(f"{folder}/{layout.name}", "tag")
-        engine.destroy()
-        engine = make(layout._replace(ep=1), seed=1)
-        count = 0
+# ---- how much of a model is in one place while its whole weights are put together, or converted
 
-        def note(frame: Any, event: str, arg: Any) -> None:
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(note)
-        engine.load_checkpoint(f"{folder}/{layout.name}", "tag")
-        sys.setprofile(None)
-        found.append(count)
-        engine.destroy()
-    return found
+SMALL = 16 * 1024
+"""Bytes of what is no matrix: counts, norms, indices."""
 
 
-def test_the_work_of_a_load_grows_with_the_parameters_and_no_faster(tmp_path: Path) -> None:
-    layouts = [Layout("stock", 2, 2, 1, layers=layers) for layers in (4, 8)]
-    for few, many in run_on_ranks(calls, 2, tmp_path / "ranks", layouts, str(tmp_path / "saved")):
-        assert many <= 2.2 * few
+def save_layers(rank: int, world_size: int, layers: int, folder: str) -> dict[str, int]:
+    """Save a model of some layers over two ranks; what was held meanwhile, in bytes."""
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    import ds_fsmoe
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_experts": EXPERTS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    model = OlmoeForCausalLM(OlmoeConfig(**sizes, **heads, **tokens, num_hidden_layers=layers))
+    wanted = {name: each.detach().bfloat16() for name, each in model.state_dict().items()}
+    engine = engine_of(model, ds_config(1, ep_size=2) | {"bf16": {"enabled": True}})
+    engine.save_checkpoint(folder)
+    arriving, gather = [], dist.gather
+
+    def counted(piece: torch.Tensor, found: list[torch.Tensor] | None, **named: Any) -> None:
+        arriving.append(sum(each.nbytes for each in found or ()))
+        gather(piece, found, **named)
+
+    dist.gather = counted
+    try:
+        with LiveMemory() as memory:
+            whole = ds_fsmoe.whole_state_dict(engine)
+    finally:
+        dist.gather = gather
+    if rank == 0:
+        assert [name for name, each in wanted.items() if not torch.equal(each, whole[name])] == []
+    else:
+        assert whole is None
+    engine.destroy()
+    largest = max(each.nbytes for each in wanted.values())
+    of_model = sum(each.nbytes for each in wanted.values())
+    return {"peak": memory.peak, "arriving": max(arriving), "largest": largest, "model": of_model}
+
+
+def test_one_part_arrives_at_a_time_and_the_first_rank_holds_the_model_and_one_parameter_more(tmp_path: Path) -> None:
+    first, second = run_on_ranks(save_layers, 2, tmp_path, 2, str(tmp_path / "saved"))
+    part = first["largest"] // 2
+    assert first["model"] > 3 * first["largest"]
+    assert first["arriving"] <= part
+    assert first["peak"] <= first["model"] + first["largest"] + SMALL
+    assert second["arriving"] == 0
+    assert second["peak"] <= SMALL
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Number of layers -> a checkpoint."""
+    root = tmp_path_factory.mktemp("saved")
+    for layers in (2, 6):
+        work = root / f"work{layers}"
+        work.mkdir()
+        run_on_ranks(save_layers, 2, work, layers, str(root / str(layers)))
+    return {layers: root / str(layers) for layers in (2, 6)}
+
+
+def held(source: Path, target: Path, form: convert.Form, limit_bytes: int) -> tuple[int, int]:
+    """The most bytes of tensors in memory, and the bytes written. What stays in a file until it is used is not held."""
+    read_file = whole_files.read_file
+
+    def in_files(*args: Any, **named: Any) -> Any:
+        with _disable_current_modes():
+            return read_file(*args, **named)
+
+    whole_files.read_file = in_files
+    try:
+        with LiveMemory() as memory:
+            whole = convert.open_checked(convert.find_tag(source, None))
+            written = sum(size for _, size in convert.export_tensors(whole, target, form, [], None, limit_bytes))
+    finally:
+        whole_files.read_file = read_file
+    return memory.peak, written
+
+
+@pytest.mark.parametrize("form", ["huggingface", "fp32"])
+def test_convert_holds_a_shard_and_a_layer_whatever_the_size_of_the_model(
+    checkpoints: dict[int, Path], form: convert.Form, tmp_path: Path
+) -> None:
+    limit_bytes = 64 * 1024
+    itemsize = 4 if form == "fp32" else 2
+    layer = itemsize * (EXPERTS * 3 * WIDTH * WIDTH + EXPERTS * WIDTH + 4 * WIDTH * WIDTH)
+    # The published form is made of a copy of the gate's and up's weights by transformers.
+    copied = itemsize * EXPERTS * 2 * WIDTH * WIDTH if form == "huggingface" else 0
+    few, of_few = held(checkpoints[2], tmp_path / "few", form, limit_bytes)
+    many, of_many = held(checkpoints[6], tmp_path / "many", form, limit_bytes)
+    assert of_many > 2.5 * of_few
+    assert many <= few + SMALL
+    assert many <= limit_bytes + layer + copied + SMALL

@@ -94,7 +94,6 @@ def neighbours_share_data(rank: int, folder: str) -> Losses:
 
 
 WAYS: dict[str, Callable[[int, str], Losses]] = {
-    "filled": in_both(filled),
     "drawn": in_both(drawn),
     "bf16, in our class": in_both(filled, replace(CASE, dtype="bf16"), moe_class=ds_fsmoe.MoE),
     "drawn, every expert on every rank": in_both(drawn, replace(CASE, ep_size=1)),

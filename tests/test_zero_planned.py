@@ -55,7 +55,7 @@ def count_in(counted: Counter[str]) -> None:
 class Job(NamedTuple):
     stage: int
     block: dict[str, Any] | None = None
-    """Of ours; none: stock DeepSpeed."""
+    """Of ours; without one, stock DeepSpeed's layers."""
     zero: dict[str, int] | None = None
 
 
@@ -63,26 +63,19 @@ def sent(rank: int, world_size: int, jobs: list[Job]) -> list[dict[str, int]]:
     """The bytes that a step of each job sends by each collective."""
     counted: Counter[str] = Counter()
     count_in(counted)
-    import deepspeed
     from transformers import AutoModelForCausalLM
 
-    import ds_fsmoe
+    from tests.test_hugging_face import ds_config, engine_of
 
     found = []
     for stage, block, zero in jobs:
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-            "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage} | (zero or {}),
-        }
-        if block is not None:
-            config["fsmoe"] = {"enabled": True, "autotune": False} | block
+        config = ds_config(stage, autotune=False, **(block or {}))
+        config["fsmoe"] = {"enabled": False} if block is None else config["fsmoe"]
+        config["gradient_accumulation_steps"] = MICRO_BATCHES
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        config["zero_optimization"] |= zero or {}
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config_of(FAMILY))
-        initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-        engine = initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        engine = engine_of(AutoModelForCausalLM.from_config(config_of(FAMILY)), config)
         for _ in range(STEPS):
             counted.clear()
             for _ in range(MICRO_BATCHES):
@@ -110,8 +103,8 @@ def planned(stage: int, ep: int, **options: int) -> Counter[str]:
     return found
 
 
-ALL_AGAIN = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-KEPT = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+ALL_AGAIN = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+KEPT = {"stage3_max_reuse_distance": 1_000_000_000, "stage3_prefetch_bucket_size": 0}
 
 
 @pytest.mark.long
