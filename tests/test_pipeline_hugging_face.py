@@ -354,6 +354,7 @@ def what_is_said(rank: int, world_size: int) -> list[str]:
     refused: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         (layers_of(("olmoe", "dense")), two, {"ep_size": 4}, by_layer),
         (layers_of(("dense", "dense")), two, {"ep_size": 2}, "this model has no such experts"),
+        (layers_of(("dense", "dense")), two, {}, "no stage"),
         (layers_of(("dense", "olmoe")), two, {"placement": {"policy": "lina"}}, 'placement.policy = "lina" '),
         ([Words(), tied, nn.Identity(), Answer()], two, {}, "experts in a TiedLayerSpec cannot be distributed"),
         ([Words(), adapted, nn.Identity(), Answer()], two, {}, "adapters on experts are not supported"),

@@ -232,21 +232,6 @@ def test_a_pipeline_of_stages_trains_as_stock_does(name: str, tmp_path: Path) ->
         assert not found, f"rank {rank}: {found}"
 
 
-def what_is_said(rank: int, world_size: int) -> str:
-    import deepspeed
-
-    from ds_fsmoe.layer.parts import LayerError
-
-    deepspeed.init_distributed("gloo")
-    with pytest.raises(LayerError) as caught:
-        train(rank, 0, ("dense", "dense"), {"enabled": True})
-    return str(caught.value)
-
-
-def test_stages_of_which_none_has_a_layer_are_refused_on_every_rank(tmp_path: Path) -> None:
-    assert all("no stage" in said for said in run_on_ranks(what_is_said, 4, tmp_path))
-
-
 def record(rank: int, world_size: int, folder: str) -> None:
     import deepspeed
 

@@ -168,31 +168,6 @@ class Held:
         return result
 
 
-def order_of_events(rank: int, world_size: int) -> list[str]:
-    events: list[str] = []
-    with Held(events) as held, training(Run(1, block=BY_RULE), rank) as script:
-        script.engine.backward(script.forward())
-        script.step()
-        events.append("the step is over")
-        weight = script.model.first.weight
-        events.append(f"{tuple(weight.shape)} is known")
-        held.may_travel.set()
-        weight.sum().item()
-        events.append("a value is known")
-        script.engine.eval()
-        script.forward()
-        script.engine.fsmoe.updated.wait()
-        assert not [each for each in script.model.parameters() if type(each) is LazyParameter]
-    return events
-
-
-def test_the_step_is_over_before_anything_has_travelled_and_a_value_is_not_known_before(tmp_path: Path) -> None:
-    for events in run_on_ranks(order_of_events, 2, tmp_path):
-        assert events[0] == "the step is over"
-        assert events[1].endswith("is known")
-        assert events.index("a value is known") > events.index("a message has come")
-
-
 def classes_in_layers(rank: int, world_size: int) -> None:
     """When MoE layers begin, their parameters have come, though messages take long; losses are those of a gather at the
     end of the step."""
