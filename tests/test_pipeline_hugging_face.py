@@ -91,9 +91,9 @@ def loss_of(logits_BLV: torch.Tensor, wanted_BL: torch.Tensor) -> torch.Tensor:
 
 def layer_of(kind: str, index: int, ranks: int = 1) -> nn.Module:
     """A layer by its kind: ``"olmoe"`` and other families, ``"olmoe of 8"`` experts, ``"frozen olmoe"``, ``"dense"``,
-    with experts of DeepSpeed's kind ``"slots"`` and ``"dropless"``, and the ends, ``"words"`` and ``"answer"``."""
-    if kind in ("slots", "dropless"):
-        return WithExperts(index, dist.get_rank() % ranks, ranks, WIDTH, 8, drop_tokens=kind == "slots")
+    with experts of DeepSpeed's kind ``"slots"``, and the ends, ``"words"`` and ``"answer"``."""
+    if kind == "slots":
+        return WithExperts(index, dist.get_rank() % ranks, ranks, WIDTH, 8)
     torch.manual_seed(index)
     family, _, num_experts = kind.removeprefix("frozen ").partition(" of ")
     if family in FAMILIES:
@@ -164,7 +164,7 @@ def eager(job: Job, replicas: int) -> dict[str, torch.Tensor]:
     return weights | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
-def config_for(job: Job, is_ours: bool = True) -> dict[str, Any]:
+def config_for(job: Job) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": job.accumulation,
@@ -174,27 +174,20 @@ def config_for(job: Job, is_ours: bool = True) -> dict[str, Any]:
         "gradient_clipping": job.clipping,
         "steps_per_print": 1_000_000,
     }
-    return config | job.more | ({"fsmoe": job.block} if is_ours else {})
+    return config | job.more | {"fsmoe": job.block}
 
 
 def engine_of(layers: list[nn.Module], num_stages: int, config: dict[str, Any]) -> Any:
-    import deepspeed
     from deepspeed.pipe import PipelineModule
 
     import ds_fsmoe
 
-    model = PipelineModule(
-        layers,
-        num_stages=num_stages,
-        loss_fn=loss_of,
-        partition_method="uniform",
-        checkpointable_layers=["Block"],
-    )
-    initialize = ds_fsmoe.initialize if "fsmoe" in config else deepspeed.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    how = {"partition_method": "uniform", "checkpointable_layers": ["Block"]}
+    model = PipelineModule(layers, num_stages=num_stages, loss_fn=loss_of, **how)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
-def train(job: Job, is_ours: bool = True) -> dict[str, torch.Tensor]:
+def train(job: Job) -> dict[str, torch.Tensor]:
     """What this rank has of weights, losses and norms after some steps in stages; on the first rank the weights of
     all."""
     from deepspeed.pipe import TiedLayerSpec
@@ -206,16 +199,15 @@ def train(job: Job, is_ours: bool = True) -> dict[str, torch.Tensor]:
         shared = {"tied_weight_attr": ["embedding.weight"]}
         layers[0] = TiedLayerSpec("words", SharedWords, **shared)
         layers[-1] = TiedLayerSpec("words", SharedWords, forward_fn=of_same_words, **shared)
-    engine = engine_of(layers, job.num_stages, config_for(job, is_ours))
+    engine = engine_of(layers, job.num_stages, config_for(job))
     data = batches(engine.grid.data_parallel_id)
     losses, norms = [], []
     for _ in range(STEPS):
         losses.append(engine.train_batch(data).detach())
         norms.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
-    if is_ours:
-        check_what_was_asked_for(engine, job.block)
+    check_what_was_asked_for(engine, job.block)
     own = {f"own {name}": ds_fsmoe.own_part(each).clone() for name, each in engine.module.named_parameters()}
-    whole = (ds_fsmoe.whole_state_dict(engine) or {}) if is_ours else {}
+    whole = ds_fsmoe.whole_state_dict(engine) or {}
     engine.destroy()
     whole = {name.replace("tied_modules.words.", "0."): each for name, each in whole.items()}
     return own | whole | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
@@ -296,40 +288,6 @@ def ranks_for(name: str) -> int:
 def test_stages_train_as_eager_experts_on_one_process(name: str, tmp_path: Path) -> None:
     found = run_on_ranks(compare_with_eager, ranks_for(name), tmp_path, WITH_EAGER[name])
     assert [each for of_rank in found for each in of_rank] == []
-
-
-def in_stages(rank: int, world_size: int, jobs: list[Job], is_ours: bool) -> list[dict[str, torch.Tensor]]:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    return [train(job, is_ours) for job in jobs]
-
-
-DROPLESS = ("dropless", "dropless")
-ON_ROWS = CHUNKED | {"dispatch": "unpadded"}
-WITH_STOCK: dict[str, list[Job]] = {
-    "experts of both kinds": [Job(("olmoe", "slots", "dropless", "mixtral"))],
-    "slots": [Job(("slots", "olmoe"))],
-    "rows": [Job(DROPLESS, zero=zero, block=ON_ROWS) for zero in (0, 1)],
-    "rows across two nodes": [Job(DROPLESS, zero=zero, block=ONCE_PER_NODE) for zero in (0, 1)],
-    "rows of one stage across two nodes": [Job(("dropless", "dense"), block=ONCE_PER_NODE)],
-}
-
-
-@sampled("name", list(WITH_STOCK))
-def test_stages_with_experts_of_deepspeeds_kind_train_as_stock_does(name: str, tmp_path: Path) -> None:
-    """Stock DeepSpeed trains all experts of Hugging Face layers on each rank; other layers are cut as ours are."""
-    world_size, jobs = ranks_for(name), WITH_STOCK[name]
-    tolerance = 1e-6 if "rows" in name else OF_WEIGHTS
-    stocks, ours = (run_on_ranks(in_stages, world_size, tmp_path / str(own), jobs, own) for own in (False, True))
-    for number, job in enumerate(jobs):
-        for rank, (theirs, found) in enumerate(zip(stocks, ours, strict=True)):
-            for of, wanted in theirs[number].items():
-                if of == "norms":  # not the norm of all, without ZeRO
-                    continue
-                mine = found[number][of]
-                whole = ours[0][number][of.removeprefix("own ")] if mine.shape != wanted.shape else mine
-                assert (whole - wanted).abs().max().item() <= tolerance, (job, rank, of)
 
 
 def what_is_said(rank: int, world_size: int) -> list[str]:

@@ -98,6 +98,7 @@ def make_engine(
     num_stages: int = 2,
     ep_size: int | None = None,
     shares_weights: bool = False,
+    drop_tokens: bool = True,
 ) -> Any:
     """Stock's without a block."""
     import deepspeed
@@ -106,7 +107,10 @@ def make_engine(
     import ds_fsmoe
 
     ep_size = 4 // num_stages if ep_size is None else ep_size
-    made = [WithExperts(i, rank % ep_size, ep_size) if kind == "moe" else Dense(i) for i, kind in enumerate(stages)]
+    made = [
+        WithExperts(i, rank % ep_size, ep_size, drop_tokens=drop_tokens) if kind == "moe" else Dense(i)
+        for i, kind in enumerate(stages)
+    ]
     layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
     if shares_weights:
         first, last = (TiedLayerSpec("shared", Shared, forward_fn=each) for each in (None, as_last))
@@ -184,6 +188,9 @@ class Job:
 
 
 NOT_TUNED = {"enabled": True, "autotune": False}
+ON_ROWS = CHUNKED | {"dispatch": "unpadded"}
+ONCE_PER_NODE = ON_ROWS | {"alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
+ROWS_OF_FOUR = {"drop_tokens": False, "ep_size": 4}
 FIRST, LAST = ("moe", "dense"), ("dense", "moe")
 # Stock makes groups on stages with layers only, and no other engine can be made in the process after that: so what has
 # a stage without layers is held against stock behind what has none, at most twice; otherwise against ours.
@@ -196,6 +203,8 @@ BATCHES = {
     "four stages": [Job(("moe",) * 4, how={"accumulation": n, "num_stages": 4}) for n in (1, 4, 7)],
     "shared weights": [Job(zero=zero, how={"shares_weights": True}) for zero in (0, 1)],
     "shared weights beside a dense stage": [Job(block=CHUNKED), Job(FIRST, how={"shares_weights": True})],
+    "rows": [Job(zero=zero, block=ON_ROWS, how={"drop_tokens": False}) for zero in (0, 1)],
+    "rows on two nodes": [Job(stages, block=ONCE_PER_NODE, how=ROWS_OF_FOUR) for stages in (("moe", "moe"), FIRST)],
     "sharded": [Job(block=CHUNKED | {"esp_size": 2}, how={"ep_size": 1})],
     # Clipped to far less than gradients are, by the norm of all; DeepSpeed's own optimizer waits for ever there.
     "clipped": [
@@ -228,7 +237,7 @@ def differing(rank: int, world_size: int, jobs: list[Job]) -> list[str]:
 
 @sampled("name", list(BATCHES), kept=[3], drawn=3)
 def test_a_pipeline_of_stages_trains_as_stock_does(name: str, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(differing, 4, tmp_path, BATCHES[name])):
+    for rank, found in enumerate(run_on_ranks(differing, 8 if "nodes" in name else 4, tmp_path, BATCHES[name])):
         assert not found, f"rank {rank}: {found}"
 
 
