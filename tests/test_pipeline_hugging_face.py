@@ -188,8 +188,7 @@ def engine_of(layers: list[nn.Module], num_stages: int, config: dict[str, Any]) 
 
 
 def train(job: Job) -> dict[str, torch.Tensor]:
-    """What this rank has of weights, losses and norms after some steps in stages; on the first rank the weights of
-    all."""
+    """Losses and norms of some steps in stages, and on the first rank the weights of all."""
     from deepspeed.pipe import TiedLayerSpec
 
     import ds_fsmoe
@@ -206,11 +205,10 @@ def train(job: Job) -> dict[str, torch.Tensor]:
         losses.append(engine.train_batch(data).detach())
         norms.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
     check_what_was_asked_for(engine, job.block)
-    own = {f"own {name}": ds_fsmoe.own_part(each).clone() for name, each in engine.module.named_parameters()}
     whole = ds_fsmoe.whole_state_dict(engine) or {}
     engine.destroy()
     whole = {name.replace("tied_modules.words.", "0."): each for name, each in whole.items()}
-    return own | whole | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
+    return whole | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
 class SharedWords(Words):
