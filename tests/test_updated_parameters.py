@@ -147,27 +147,6 @@ def test_messages_bring_everything_once_in_the_order_of_the_layers_from_all_node
 # ---- in training
 
 
-class Held:
-    """Messages, held until somebody waits for them, or has gone on without."""
-
-    def __init__(self, log: list[str]) -> None:
-        self.may_travel = threading.Event()
-        self._log, self._exchange = log, updated_parameters.exchange_sized
-
-    def __enter__(self) -> Held:
-        updated_parameters.exchange_sized = self._held
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        updated_parameters.exchange_sized = self._exchange
-
-    def _held(self, *args: Any) -> torch.Tensor:
-        assert self.may_travel.wait(60)
-        result = self._exchange(*args)
-        self._log.append("a message has come")
-        return result
-
-
 def classes_in_layers(rank: int, world_size: int) -> None:
     """When MoE layers begin, their parameters have come, though messages take long; losses are those of a gather at the
     end of the step."""
@@ -200,31 +179,39 @@ def test_a_layer_begins_when_its_parameters_have_come(tmp_path: Path) -> None:
     run_on_ranks(classes_in_layers, 2, tmp_path)
 
 
-def steps_and_messages(rank: int, world_size: int) -> list[str]:
-    """Two steps between which nobody reads a parameter, as both forwards come first."""
+def steps_and_messages(rank: int, world_size: int) -> None:
+    """Two steps between which nobody reads a parameter, as both forwards come first; messages are held until somebody
+    waits for them, or has gone on without."""
     log: list[str] = []
-    ended = reducer.end_gathers
-    with pytest.MonkeyPatch.context() as patch, Held(log) as held, training(Run(1, block=BY_RULE), rank) as script:
+    may_travel, exchange, ended = threading.Event(), updated_parameters.exchange_sized, reducer.end_gathers
+
+    def held(*args: Any) -> torch.Tensor:
+        assert may_travel.wait(60)
+        result = exchange(*args)
+        log.append("a message has come")
+        return result
+
+    def ending() -> None:
+        may_travel.set()
+        ended()
+
+    with pytest.MonkeyPatch.context() as patch, training(Run(1, block=BY_RULE), rank) as script:
         let_deepspeed_read_nothing(patch)
-
-        def ending() -> None:
-            held.may_travel.set()
-            ended()
-
+        patch.setattr(updated_parameters, "exchange_sized", held)
         patch.setattr(reducer, "end_gathers", ending)
         updated = script.engine.fsmoe.updated
         step, wait = updated._step, updated.wait
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             log.append("a step begins")
-            held.may_travel.clear()
+            may_travel.clear()
             result = step(*args, **kwargs)
             log.append("a step ends")
             return result
 
         def waiting() -> None:
             if updated._waits:
-                held.may_travel.set()
+                may_travel.set()
             wait()
 
         updated._step, updated.wait = noted, waiting
@@ -234,18 +221,18 @@ def steps_and_messages(rank: int, world_size: int) -> list[str]:
                 each.__class__ = nn.Parameter
             script.engine.backward(loss)
             script.engine.step()
-        held.may_travel.set()
-    return log
+        may_travel.set()
+        updated.wait()
+    first, second = (at for at, each in enumerate(log) if each == "a step begins")
+    assert first == 0
+    assert "a message has come" in log[:second]
+    assert log[1] == log[second + 1] == "a step ends"
 
 
 def test_a_step_begins_when_the_parameters_of_the_last_one_have_come_and_waits_for_none_of_its_own(
     tmp_path: Path,
 ) -> None:
-    for log in run_on_ranks(steps_and_messages, 2, tmp_path):
-        first, second = (at for at, each in enumerate(log) if each == "a step begins")
-        assert first == 0
-        assert "a message has come" in log[:second]
-        assert log[1] == log[second + 1] == "a step ends"
+    run_on_ranks(steps_and_messages, 2, tmp_path)
 
 
 def saved(rank: int, world_size: int, stage: int, folder: str) -> None:
