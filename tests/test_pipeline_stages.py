@@ -215,11 +215,10 @@ BATCHES = {
 }
 
 
-def differing(rank: int, world_size: int, jobs: list[Job]) -> list[str]:
+def compared(rank: int, world_size: int, jobs: list[Job]) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    found = []
     for job in jobs:
         zero = job.zero if job.zero_of_other is None else job.zero_of_other
         theirs = train(rank, zero, job.stages, job.against, job.steps, **job.how)
@@ -227,18 +226,13 @@ def differing(rank: int, world_size: int, jobs: list[Job]) -> list[str]:
         if job.how.get("shares_weights"):
             assert "tied_modules.shared.weight" in theirs
         for name, each in theirs.items():
-            if "experts" in name and "esp_size" in job.block:
-                continue  # of a shard
-            off = (ours[name] - each).abs().max().item()
-            if not off <= job.tolerance:
-                found.append(f"{job}: {name} differs by {off:.2g}")
-    return found
+            if "experts" not in name or "esp_size" not in job.block:  # else it is of a shard
+                assert (ours[name] - each).abs().max().item() <= job.tolerance, (job, name)
 
 
 @sampled("name", list(BATCHES), kept=[3], drawn=3)
 def test_a_pipeline_of_stages_trains_as_stock_does(name: str, tmp_path: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(differing, 8 if "nodes" in name else 4, tmp_path, BATCHES[name])):
-        assert not found, f"rank {rank}: {found}"
+    run_on_ranks(compared, 8 if "nodes" in name else 4, tmp_path, BATCHES[name])
 
 
 def record(rank: int, world_size: int, folder: str) -> None:
