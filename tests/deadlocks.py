@@ -339,45 +339,39 @@ class Found:
 
     stuck: list[list[str]] | None
     """Rank -> what is resident, in a state that nothing leads out of."""
-    num_states: int
-    is_complete: bool = True
-    """Whether every order has been tried."""
 
     @property
     def is_free(self) -> bool:
         """No order gets stuck."""
-        return self.stuck is None and self.is_complete
+        return self.stuck is None
 
 
-def search(devices: Devices, most_states: int = 200_000) -> Found:
-    """Every order."""
+MOST_STATES = 200_000
+
+
+def search(devices: Devices) -> Found:
+    """Try every order; raises RuntimeError where there are too many."""
     start = devices.settle(devices.start)
     seen, stack = {start}, [start]
     while stack:
         state = stack.pop()
         choices = devices.choices(state)
         if not choices and not devices.is_over(state):
-            return Found(devices.resident(state), len(seen))
+            return Found(devices.resident(state))
         for choice in choices:
-            found = devices.after(state, choice)
-            if found not in seen:
-                if len(seen) == most_states:
-                    return Found(None, len(seen), is_complete=False)
-                seen.add(found)
-                stack.append(found)
-    return Found(None, len(seen))
+            following = devices.after(state, choice)
+            if following not in seen:
+                seen.add(following)
+                stack.append(following)
+        if len(seen) > MOST_STATES:
+            raise RuntimeError(f"more than {MOST_STATES} states")
+    return Found(None)
 
 
-def slots_needed(programs: Sequence[Program], most_states: int = 200_000) -> int:
+def slots_needed(programs: Sequence[Program]) -> int:
     """How many collectives a device has to have room for where it may begin them in any order."""
     most = max(len({each.stream for each in program}) for program in programs)
-    for slots in range(1, max(most, 1) + 1):
-        found = search(Devices(programs, slots), most_states)
-        if found.is_free:
-            return slots
-        if not found.is_complete:
-            raise RuntimeError(f"{slots} slots: more than {most_states} states")
-    raise RuntimeError("stuck with a slot for each stream")
+    return next(slots for slots in range(1, max(most, 1) + 1) if search(Devices(programs, slots)).is_free)
 
 
 def with_all_slots(programs: Sequence[Program]) -> Devices:
