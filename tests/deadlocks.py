@@ -30,9 +30,8 @@ any number of ranks.
 from __future__ import annotations
 
 import itertools
-import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -135,50 +134,14 @@ def waits_fit_the_order(program: Program) -> bool:
     return True
 
 
-def on_other_streams(program: Program, stream_of: Callable[[Collective], str]) -> Program:
-    """The same collectives with the same waits, on other streams: one that several share has them in the host's order.
-
-    Args:
-        program: of a rank.
-        stream_of: the stream of each from now on.
-    """
-    places: dict[str, list[int]] = defaultdict(list)
-    for at, each in enumerate(program):
-        places[each.stream].append(at)
-    counts: dict[str, int] = defaultdict(int)
-    numbers: list[tuple[str, int]] = []
-    """Of each collective: its new stream, and how many are over there when it is."""
-    found = []
-    for each in program:
-        stream = stream_of(each)
-        counts[stream] += 1
-        numbers.append((stream, counts[stream]))
-        over: dict[str, int] = {}
-        for name, count in each.after:
-            for at in places[name][:count]:
-                other, number = numbers[at]
-                over[other] = max(number, over.get(other, 0))
-        over.pop(stream, None)
-        found.append(replace(each, stream=stream, after=tuple(sorted(over.items()))))
-    return tuple(found)
-
-
 def with_a_host_that_waits(program: Program, waits_for: Callable[[Collective], bool]) -> Program:
-    """The same, where nothing is begun while a collective of some kind is not over, as with one that blocks its caller.
-
-    Args:
-        program: of a rank.
-        waits_for: whether the host does not return from one before it is over.
-    """
+    """The same, where nothing is begun while a collective that the host waits for is not over."""
     counts: dict[str, int] = defaultdict(int)
     over: dict[str, int] = {}
     found = []
     for each in program:
-        after = {
-            **dict(each.after),
-            **{name: max(count, dict(each.after).get(name, 0)) for name, count in over.items()},
-        }
-        after.pop(each.stream, None)
+        own = dict(each.after)
+        after = own | {name: max(count, own.get(name, 0)) for name, count in over.items() if name != each.stream}
         found.append(replace(each, after=tuple(sorted(after.items()))))
         counts[each.stream] += 1
         if waits_for(each):
@@ -248,14 +211,8 @@ State = tuple[tuple[_Heads, int], ...]
 
 
 class Devices:
-    """All devices of a job with what they were given.
-
-    Args:
-        programs: of each rank.
-        slots: how many collectives fit on a device at once.
-        implicit: whether they begin in the order of issue.
-        one_of: of communicators whose names begin so one collective is resident at a time; ``None``: of none.
-    """
+    """All devices of a job with what they were given. ``one_of``: of communicators whose names begin so one collective
+    is resident at a time."""
 
     def __init__(
         self, programs: Sequence[Program], slots: int, implicit: bool = False, one_of: str | None = None
@@ -382,62 +339,39 @@ class Found:
 
     stuck: list[list[str]] | None
     """Rank -> what is resident, in a state that nothing leads out of."""
-    num_states: int
-    is_complete: bool = True
-    """Whether every order has been tried."""
 
     @property
     def is_free(self) -> bool:
         """No order gets stuck."""
-        return self.stuck is None and self.is_complete
+        return self.stuck is None
 
 
-def search(devices: Devices, most_states: int = 200_000) -> Found:
-    """Every order."""
+MOST_STATES = 200_000
+
+
+def search(devices: Devices) -> Found:
+    """Try every order; raises RuntimeError where there are too many."""
     start = devices.settle(devices.start)
     seen, stack = {start}, [start]
     while stack:
         state = stack.pop()
         choices = devices.choices(state)
         if not choices and not devices.is_over(state):
-            return Found(devices.resident(state), len(seen))
+            return Found(devices.resident(state))
         for choice in choices:
-            found = devices.after(state, choice)
-            if found not in seen:
-                if len(seen) == most_states:
-                    return Found(None, len(seen), is_complete=False)
-                seen.add(found)
-                stack.append(found)
-    return Found(None, len(seen))
+            following = devices.after(state, choice)
+            if following not in seen:
+                seen.add(following)
+                stack.append(following)
+        if len(seen) > MOST_STATES:
+            raise RuntimeError(f"more than {MOST_STATES} states")
+    return Found(None)
 
 
-def search_at_random(devices: Devices, seeds: Iterable[int]) -> Found:
-    """Some orders; where one gets stuck it is a proof, where none does it is not."""
-    steps = 0
-    for seed in seeds:
-        draw, state = random.Random(seed), devices.settle(devices.start)
-        while choices := devices.choices(state):
-            state = devices.after(state, draw.choice(choices))
-            steps += 1
-        if not devices.is_over(state):
-            return Found(devices.resident(state), steps)
-    return Found(None, steps, is_complete=False)
-
-
-def slots_needed(programs: Sequence[Program], most_states: int = 200_000) -> int:
-    """How many collectives a device has to have room for where it may begin them in any order.
-
-    Raises:
-        RuntimeError: not even one for each stream will do, or there are too many orders.
-    """
+def slots_needed(programs: Sequence[Program]) -> int:
+    """How many collectives a device has to have room for where it may begin them in any order."""
     most = max(len({each.stream for each in program}) for program in programs)
-    for slots in range(1, max(most, 1) + 1):
-        found = search(Devices(programs, slots), most_states)
-        if found.is_free:
-            return slots
-        if not found.is_complete:
-            raise RuntimeError(f"{slots} slots: more than {most_states} states")
-    raise RuntimeError("stuck with a slot for each stream")
+    return next(slots for slots in range(1, max(most, 1) + 1) if search(Devices(programs, slots)).is_free)
 
 
 def with_all_slots(programs: Sequence[Program]) -> Devices:
@@ -452,7 +386,5 @@ def assert_free(programs: Sequence[Program]) -> None:
     assert common_order(programs) is not None
     assert all(map(waits_fit_the_order, programs))
     assert search(Devices(programs, 1, implicit=True)).is_free
-    # As the proof has it, whoever is first.
-    assert search_at_random(Devices(programs, 1, implicit=True), range(2)).stuck is None
     # With a slot for each stream no slot is contested, and no communicator of ours: so this is a proof as well.
     assert search(with_all_slots(programs)).is_free

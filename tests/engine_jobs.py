@@ -2,7 +2,7 @@
 """One list of training runs of whole engines, for what no order of devices may break: deadlocks and races.
 
 Each kind of job records what every rank issues (``tests/recorded_collectives.py``). :data:`RUNS` are trained on a
-pretended GPU as well (``tests/test_races_in_engines.py``). Registered parts are in them by themselves.
+pretended GPU as well (``tests/test_races.py``). Registered parts are in them by themselves.
 """
 
 from __future__ import annotations

@@ -158,10 +158,7 @@ def run_layer(case: Case, lanes: Lanes, device: torch.device, width: int, is_off
     copy = EmulatedWires(lambda x, group: x, None, None, busy=delays.busy, is_sharing=case.kind == "esp")
     legs = dict.fromkeys((A2A_IN_NODE, A2A_IN, A2A_OUT, A2A_OUT_NODE), copy.sent)
     collectives = replace(copy, legs=legs if case.kind == "two legs" else {})
-    blocks = (
-        BlockPlan(case.degrees[0], case.links),
-        BlockPlan(case.degrees[1], case.links),
-    )
+    blocks = [BlockPlan(degree, case.links) for degree in case.degrees]
     plans = [PhasePlan(block, case.groups, i == 1, case.alltoall) for i, block in enumerate(blocks)]
     pipeline = LayerPipeline(lanes, collectives, *plans, recompute=case.kind == "recompute", observer=delays)
     experts = nn.ModuleList(make_experts(case.expert, NUM_EXPERTS, width, 2 * width, torch.float32)).to(device)
@@ -199,11 +196,13 @@ def differing_seeds(device: torch.device, seeds: range, width: int) -> list[Case
 
 
 def checksums(device: torch.device, seeds: range, width: int) -> list[list[float]]:
-    """Of lanes that overlap: a number for each tensor, exact enough to tell other bits in any element."""
+    """Return those of lanes that overlap, of each tensor."""
     with closing(make_lanes(device)) as lanes:
         results = [run_layer(case_of(seed), lanes, device, width) for seed in seeds]
-    return [[(each.double() * _weights(each)).sum().item() for each in tensors] for tensors in results]
+    return [[checksum(each) for each in tensors] for tensors in results]
 
 
-def _weights(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float64).view(tensor.shape)
+def checksum(tensor: torch.Tensor) -> float:
+    """Return a number that is exact enough to tell other bits in any element."""
+    weights = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float64).view(tensor.shape)
+    return (tensor.double() * weights).sum().item()

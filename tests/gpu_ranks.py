@@ -169,16 +169,8 @@ def nccl_version(**variables: str) -> tuple[int, ...]:
 
 
 def run_ranks(folder: Path, world: int, backend: str, small: bool, limit_s: float, **variables: str) -> dict[str, Any]:
-    """Start ranks, and return for each case what came of it and what was said.
-
-    Args:
-        folder: an empty folder.
-        world: how many ranks.
-        backend: "nccl" or "gloo".
-        small: whether to do few cases.
-        limit_s: the time after which they are ended.
-        variables: of their environment.
-    """
+    """Start ranks in an empty folder with variables in their environment, and return for each case what came of it and
+    what was said; ``small``: few cases."""
     folder.mkdir(parents=True)
     code = "from tests.gpu_ranks import be_rank; "
     code += f"be_rank({str(folder)!r}, {backend!r}, {small}, {max(1.0, limit_s - RESERVE_S)})"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.hf_families import batch as tokens
 from tests.hf_families import model_of
 from tests.small_model import Case, SmallModel, batch
@@ -47,9 +48,8 @@ def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     initialize = ds_fsmoe.initialize if "fsmoe" in config else deepspeed.initialize
-    return initialize(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)[
-        0
-    ]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return initialize(model=model, model_parameters=trained, config=config)[0]
 
 
 def train_hf(family: str, stage: int, dtype: str, block: Block, steps: int, rank: int = 0) -> dict[str, Any]:
@@ -86,20 +86,27 @@ def _trained(engine: Any, losses: Iterable[torch.Tensor]) -> dict[str, Any]:
         found["parameters"][name] = whole.detach().cpu().double()
     if hasattr(engine, "fsmoe"):
         found |= {"layers": len(engine.fsmoe.layers), "lanes": type(engine.fsmoe.running.lanes).__name__}
+        found["devices"] = _devices_of(engine)
     engine.destroy()
     return found
 
 
+def _devices_of(engine: Any) -> dict[str, list[str]]:
+    """Return what is where."""
+    parameters = list(engine.module.parameters())
+    found = {"parameters": {each.device for each in parameters}}
+    found["gradients"] = {each.grad.device for each in parameters if each.grad is not None}
+    if isinstance(engine.fsmoe.running.lanes, StreamLanes):
+        found["streams"] = {each.device for each in engine.fsmoe.running.lanes._links.values()}
+        found["current"] = {torch.device("cuda", torch.cuda.current_device())}
+    return {name: sorted(map(str, each)) for name, each in found.items()}
+
+
 def compare(ours: dict[str, Any], stock: dict[str, Any], bounds: str, rank: int = 0) -> dict[str, Any]:
-    """Return how far ours is from stock.
+    """Return how far ours is from stock; raises AssertionError where that is more than rounding.
 
-    Args:
-        ours, stock: what became of them. Where ours has a part of the experts that stock has whole, it is this rank's.
-        bounds: "fp32", "bf16", or "loosely" for families whose own numbers are large where they are tiny.
-        rank: the rank.
-
-    Raises:
-        AssertionError: by more than rounding.
+    Where ours has a part of the experts that stock has whole, it is this rank's. ``bounds``: "fp32", "bf16", or
+    "loosely" for families whose own numbers are large where they are tiny.
     """
     if set(ours["parameters"]) != set(stock["parameters"]) or ours["layers"] == 0:
         raise AssertionError(f"{ours['layers']} layers; parameters {sorted(ours['parameters'])[:6]}")
@@ -111,11 +118,8 @@ def compare(ours: dict[str, Any], stock: dict[str, Any], bounds: str, rank: int 
         far[name] = float((own - whole).norm() / max(float(whole.norm()), LEAST * whole.numel() ** 0.5))
     worst = max(far, key=lambda name: far[name])
     facts = {"loss_off": f"{off:.1e}", "worst": worst, "off": f"{far[worst]:.1e}", "lanes": ours.get("lanes")}
-    if (
-        not all(map(math.isfinite, [*ours["losses"], *far.values()]))
-        or off > OF_LOSS[bounds]
-        or far[worst] > TOLERANCE[bounds]
-    ):
+    are_finite = all(map(math.isfinite, [*ours["losses"], *far.values()]))
+    if not are_finite or off > OF_LOSS[bounds] or far[worst] > TOLERANCE[bounds]:
         raise AssertionError(str(facts))
     return facts
 

@@ -210,11 +210,7 @@ def _sizes(kind: str, given: dict[str, Any]) -> tuple[Any, str]:
 
 
 def record(patch: pytest.MonkeyPatch) -> Tape:
-    """From now on everything this process issues is written down.
-
-    Args:
-        patch: takes it back.
-    """
+    """From now on everything this process issues is written down; ``patch`` takes it back."""
     tape = Tape()
     for name, value in {
         "Stream": tape.make_stream,
@@ -246,10 +242,7 @@ def record(patch: pytest.MonkeyPatch) -> Tape:
 @contextmanager
 def engines_on_streams(one_link: bool = False) -> Iterator[tuple[pytest.MonkeyPatch, Tape]]:
     """Within this, engines issue to streams as they do on a GPU, DeepSpeed's own too, and all of it is written down.
-
-    Args:
-        one_link: whether the links take turns.
-    """
+    With ``one_link`` the links take turns."""
     cuda = torch.device("cuda", 0)
     with pytest.MonkeyPatch.context() as patch:
         tape = record(patch)

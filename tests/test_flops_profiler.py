@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, train_steps
 
 
 def macs_of(file: Path) -> float:
@@ -50,40 +49,21 @@ def test_a_grouped_product_counts_as_the_products_that_it_is() -> None:
     engine.flops_profiler.end_profile()
 
 
-def trained(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """Losses of stock, of ours and of ours profiled; and the layers that are cut at the end."""
+def profiled(rank: int, world_size: int, folder: str) -> list[bool]:
+    """Whether layers are cut when a step has been profiled."""
     import ds_fsmoe
 
-    found: dict[str, Any] = {}
     case = Case(2, 1, expert="gpt")
-    for name in ("stock", "ours", "profiled", "stock profiled"):
-        model = SmallModel(case, rank)
-        block = {"enabled": "stock" not in name, "num_chunks": 2, "autotune": False}
-        config = case.ds_config(fsmoe=block)
-        if "profiled" in name:
-            config["flops_profiler"] = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/{name}.txt"}
-        engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-        losses = []
-        for step in range(4):
-            torch.manual_seed(step)
-            loss, _ = engine(*batch(step, rank, torch.float32))
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
-        found[name] = losses
-        if block["enabled"]:
-            found["cut", name] = [each.pipeline.is_chunked for each in engine.fsmoe.layers.values()]
-        engine.destroy()
-    return found
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True, "num_chunks": 2, "autotune": False})
+    config["flops_profiler"] = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/flops.txt"}
+    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    train_steps(engine, rank, range(3))
+    return [each.pipeline.is_chunked for each in engine.fsmoe.layers.values()]
 
 
 @pytest.mark.long
-def test_layers_stay_cut_and_losses_the_same_where_rank_0_is_profiled(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(trained, 2, tmp_path / "ranks", str(tmp_path))
-    for found in of_ranks:
-        assert found["profiled"] == found["ours"]
-        assert found["stock profiled"] == found["stock"]
-        assert found["cut", "profiled"] == found["cut", "ours"] == [True, True]
-    ours, stock = (macs_of(tmp_path / f"{name}.txt") for name in ("profiled", "stock profiled"))
-    # Stock's experts compute for empty slots as well; there are no more rows than slots.
-    assert 0.4 * stock < ours <= 1.01 * stock
+def test_layers_stay_cut_where_rank_0_is_profiled(tmp_path: Path) -> None:
+    """Losses and numbers of products are held by test_record_hugging_face.py."""
+    assert run_on_ranks(profiled, 2, tmp_path / "ranks", str(tmp_path)) == [[True, True]] * 2
+    assert macs_of(tmp_path / "flops.txt") > 0

@@ -4,13 +4,12 @@ CPU, without it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ def once(what: str, device_type: str) -> None:
         compare_gated(ops, device)
         compare_numbers(ops, device, 24, (3, 2))
     elif what == "layers":
-        with closing(make_lanes(device)) as lanes:
+        with contextlib.closing(make_lanes(device)) as lanes:
             for seed in (0, 5, 10, 15):
                 run_layer(case_of(seed), lanes, device, 32, is_off=True)
     else:
@@ -118,24 +117,10 @@ def test_what_runs_under_the_sanitizer_runs(ops_of: Callable[[torch.device], Ops
 def test_what_the_sanitizer_says_is_told(
     status: int, prints: str, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a tool of three lines in its place."""
+    """With a tool of two lines in its place."""
     tool = tmp_path / "compute-sanitizer"
-    told = f'echo "$PYTORCH_NO_CUDA_MEMORY_CACHING $*" > {tmp_path}/asked'
-    tool.write_text(f'#!/bin/sh\n{told}\necho "{prints}"\nexit {status}\n')
-    tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
+    tool.write_text(f'#!/bin/sh\necho "{prints}"\nexit {status}\n')
+    tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    if message is None:
+    with contextlib.nullcontext() if message is None else pytest.raises(pytest.fail.Exception, match=message):
         sanitized("memcheck")
-    else:
-        with pytest.raises(pytest.fail.Exception) as raised:
-            sanitized("memcheck")
-        assert str(raised.value).startswith(message)
-    asked = (tmp_path / "asked").read_text()
-    assert asked.startswith(f"1 --tool memcheck --error-exitcode {FOUND} --print-limit 20 --report-api-errors no ")
-
-
-def test_without_a_sanitizer_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
-    with pytest.raises(pytest.skip.Exception, match=f"no compute-sanitizer, neither on the PATH nor in {tmp_path}/bin"):
-        sanitized("racecheck")

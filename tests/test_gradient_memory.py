@@ -30,29 +30,26 @@ def held_besides(reducer: Any) -> int:
     )
 
 
-def held_twice(rank: int, world_size: int, runs: list[Run]) -> list[tuple[int, int]]:
-    """Of each run: (bytes of gradients held beside the buffers, bytes of the buffers), when a backward is through."""
-    found = []
+def held_twice(rank: int, world_size: int, runs: list[Run]) -> None:
+    """When a backward is through, gradients are in the buffers alone."""
     for run in runs:
-        most, total = 0, 0
+        beside: list[int] = []
         with training(run, rank) as script:
             reducer = script.engine.fsmoe.reduction.reducer
             finish = reducer.finish
 
-            def looked_at(run: Run = run, reducer: Any = reducer, finish: Any = finish) -> Any:
-                nonlocal most, total
+            def looked_at(run: Run = run, reducer: Any = reducer, finish: Any = finish, found: Any = beside) -> Any:
                 # Of another type than the wire's, a gradient stays with its parameter until its slice leaves.
                 before = held_besides(reducer) if run.dtype == "fp32" else 0
                 present = finish()
-                most = max(most, before, held_besides(reducer))
-                total = sum(flat.numel * flat.element_bytes for flat in reducer.flats)
+                found.append(before + held_besides(reducer))
                 return present
 
             reducer.finish = looked_at
             for _ in range(run.steps):
                 LOOPS[run.loop](script)
-        found.append((most, total))
-    return found
+            assert sum(flat.numel * flat.element_bytes for flat in reducer.flats) > 1000
+        assert set(beside) == {0}, run.name
 
 
 def test_no_gradient_is_held_beside_the_buffer(tmp_path: Path) -> None:
@@ -60,19 +57,14 @@ def test_no_gradient_is_held_beside_the_buffer(tmp_path: Path) -> None:
     # The wire's type is another than the gradients' there.
     wire = (("communication_data_type", "fp32"),)
     runs += [Run(stage, "bf16", config=wire, block=BY_RULE, steps=3) for stage in (0, 2)]
-    runs = draw("held", runs, 2)
-    for of_runs in run_on_ranks(held_twice, 2, tmp_path, runs):
-        assert len(of_runs) == len(runs)
-        for run, (beside, total) in zip(runs, of_runs, strict=True):
-            assert total > 1000
-            assert beside == 0, run.name
+    run_on_ranks(held_twice, 2, tmp_path, draw("held", runs, 2))
 
 
 class BrokenOffError(Exception):
     pass
 
 
-def breaks_off(rank: int, world_size: int, stage: int, by_engine: bool) -> list[str]:
+def breaks_off(rank: int, world_size: int, stage: int, by_engine: bool) -> None:
     """A backward ends in an error on all ranks when most of it has travelled; the script goes on with the next one."""
     run = Run(stage, mode="dense_only", block=BY_RULE)
     undisturbed = train(run, rank)
@@ -93,27 +85,16 @@ def breaks_off(rank: int, world_size: int, stage: int, by_engine: bool) -> list[
                 script._micro_step -= 1
                 script.seen.numbers["losses"].pop()
             LOOPS[run.loop](script)
-        rounds = script.engine.fsmoe.reduction.reducer.rounds
-    return compare(script.seen, undisturbed) + ([] if rounds == run.steps else [f"{rounds} rounds"])
+        assert script.engine.fsmoe.reduction.reducer.rounds == run.steps
+    assert compare(script.seen, undisturbed) == []
 
 
 def test_a_backward_that_ends_in_an_error_leaves_nothing_in_the_next(tmp_path: Path) -> None:
     [(stage, by_engine)] = draw("breaks off", [(0, True), (1, False)], 1)
-    for wrong in run_on_ranks(breaks_off, 2, tmp_path, stage, by_engine):
-        assert not wrong
+    run_on_ranks(breaks_off, 2, tmp_path, stage, by_engine)
 
 
 # ---- where every parameter is known to be used
-
-
-def make_engine(rank: int) -> Any:
-    import ds_fsmoe
-
-    torch.manual_seed(0)
-    model = SmallModel(Case(ep_size=2, k=2), rank)
-    model.spare = nn.Parameter(torch.ones(5))
-    config = Case(ep_size=2, k=2).ds_config(fsmoe=ALL_USED)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def step(engine: Any, number: int, spare: bool) -> None:
@@ -123,40 +104,34 @@ def step(engine: Any, number: int, spare: bool) -> None:
     engine.backward(loss + use * (y_BLM.sum() if spare else 0.0) + 0.0 * use)
 
 
-def where_gradients_lie(rank: int, world_size: int) -> tuple[bool, list[tuple[int, ...]]]:
-    engine = make_engine(rank)
+def used_by_all(rank: int, world_size: int) -> None:
+    """There is no second copy; then a gradient comes again, behind the backward's windows."""
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    case = Case(ep_size=2, k=2)
+    model = SmallModel(case, rank)
+    model.spare = nn.Parameter(torch.ones(5))
+    config = case.ds_config(fsmoe=ALL_USED)
+    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
     reducer = engine.fsmoe.reduction.reducer
-    step(engine, 0, spare=True)
-    held = [each for flat in reducer.flats for each in flat._reduced if each is not None]
-    once = not held and all(each.grad is not None for each in reducer.parameters)
-    engine.step()
-    return once, [tuple(each.extra.shape) for each in reducer.flats]
-
-
-def test_where_all_are_used_there_is_no_second_copy_and_nothing_to_tell(tmp_path: Path) -> None:
-    for once, extras in run_on_ranks(where_gradients_lie, 2, tmp_path):
-        assert once
-        assert set(extras) == {(0,)}
-
-
-def come_twice(rank: int, world_size: int) -> None:
-    engine = make_engine(rank)
     for number in range(2):
         step(engine, number, spare=True)
+        assert not [each for flat in reducer.flats for each in flat._reduced if each is not None]
+        assert all(each.grad is not None for each in reducer.parameters)
         engine.step()
-    reducer = engine.fsmoe.reduction.reducer
+        assert {tuple(each.extra.shape) for each in reducer.flats} == {(0,)}
     assert reducer.plan.hidden() > 0
-    # Behind the backward's windows, as a gradient that comes again would.
 
     def comes_again(*_: Any) -> None:
-        engine.module.spare.grad = torch.ones_like(engine.module.spare)
-        reducer.ready(engine.module.spare)
+        model.spare.grad = torch.ones_like(model.spare)
+        reducer.ready(model.spare)
 
-    engine.module.first.register_full_backward_hook(comes_again)
+    model.first.register_full_backward_hook(comes_again)
     step(engine, 2, spare=True)
 
 
-def test_a_gradient_that_comes_late_after_all_is_an_error(tmp_path: Path) -> None:
+def test_where_all_are_used_there_is_no_second_copy_and_a_gradient_that_comes_late_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"\[\(5,\)\] came after their slices were sent") as caught:
-        run_on_ranks(come_twice, 2, tmp_path, grace_s=LIMIT_S)
+        run_on_ranks(used_by_all, 2, tmp_path, grace_s=LIMIT_S)
     assert str(caught.value).count("although fsmoe.gradient_partition.all_used = true: remove it") == 2

@@ -9,9 +9,6 @@ stage 0 with ep_size > 1 is not the true one, so it is left out where DeepSpeed 
 from __future__ import annotations
 
 import itertools
-import json
-import random
-from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +20,6 @@ from tests.covering import covering
 from tests.gradient_cases import LOOPS, STEPS, Run, Seen, compare, train, training
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.test_gradient_reducer import Wiretap
-from tests.waiting import pause
 
 # Of the largest number of its kind, in fp32 after some steps on four ranks.
 TOLERANCE = 2e-5
@@ -125,6 +120,7 @@ KINDS = {
     # Gradients that come late, from elsewhere, or on one rank only.
     "late": kind(dtypes=FP32, features="wanders sometimes", steps=9, against="stock at stage 0"),
     "a layer skipped": kind(dtypes=FP32, ranks=(2,), ep_size=1, features="skips", steps=9, against="stock at stage 0"),
+    "read by one rank": kind((1, 2), FP32, (2,), features="tail", against="stock at stage 0"),
     "shared": kind(dtypes=FP32, ranks=(2,), features="shared", checkpointing="reentrant", against="stock at stage 1"),
     # What stock has no word for.
     "chunks": kind(dtypes=FP32, block=DEGREES, against="off"),
@@ -193,15 +189,13 @@ def whole_list() -> list[Run]:
     ]
 
 
-def run_pairs(rank: int, world_size: int, pairs: list[Pair], tolerance: float) -> list[str]:
-    """What is wrong, in words. A run that something is held against is run once."""
+def run_pairs(rank: int, world_size: int, pairs: list[Pair], tolerance: float) -> None:
+    """Compare; a run that something is held against is run once."""
     references: dict[Run, Seen] = {}
-    found: list[str] = []
     for run, other in pairs:
         if other not in references:
             references[other] = train(other, rank, stock=not other.mode)
-        found += [f"{run.name}: {each}" for each in problems(run, other, references[other], rank, tolerance)]
-    return found
+        assert problems(run, other, references[other], rank, tolerance) == [], run.name
 
 
 def problems(run: Run, other: Run, theirs: Seen, rank: int, tolerance: float) -> list[str]:
@@ -219,15 +213,17 @@ def problems(run: Run, other: Run, theirs: Seen, rank: int, tolerance: float) ->
         wrong.append(f"{ours.sent_again} gradients were sent twice")
     if "wanders" in run.features and not ours.sent_again:
         wrong.append("no gradient was late")
+    backwards = run.steps * {"by hand": 3}.get(run.loop, run.accumulation)
+    for block, rounds in ((BEFORE_SUM, run.steps), (AFTER_SUM, backwards)):
+        if block[0] in run.block and ours.rounds != rounds:
+            wrong.append(f"{ours.rounds} rounds of sums over ranks for {rounds}")
     if not all(torch.stack(theirs.numbers["losses"]).diff()):
         wrong.append("the loss does not change")
     return wrong
 
 
 def check(pairs: list[Pair], world_size: int, folder: Path, tolerance: float = 0.0) -> None:
-    outcomes = run_on_ranks(run_pairs, world_size, folder, pairs, tolerance)
-    for rank, found in enumerate(outcomes):
-        assert not found, f"rank {rank}: not what it is held against: {found}"
+    run_on_ranks(run_pairs, world_size, folder, pairs, tolerance)
 
 
 def cases_on(ranks: int) -> list[Case]:
@@ -256,106 +252,88 @@ def test_training_equals_stock(cases: list[Case], tmp_path: Path) -> None:
     check_cases(cases, tmp_path)
 
 
-def what_is_done(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, list[str]]]:
-    """How many rounds of sums over ranks three steps of three micro-batches take, and by which ways buffers are added
-    up."""
-    to_fp32 = (("data_types.grad_accum_dtype", "fp32"),)
-    rounds = {
-        "auto": Run(2, accumulation=3, block=BY_RULE, steps=3),
-        "before_sum": Run(2, accumulation=3, block=BY_RULE + BEFORE_SUM, steps=3),
-        "stage 1": Run(1, accumulation=3, block=BY_RULE, steps=3),
-        "in another type": Run(2, "bf16", accumulation=3, block=BY_RULE, steps=3, config=to_fp32),
-    }
-    ways = {
-        "stage 0": Run(0, block=BY_RULE + NODES),
-        "stage 2": Run(2, block=BY_RULE + NODES),
-        "for all": Run(2, block=BY_RULE + NODES + ALL_REDUCED),
-        "one level": Run(1, block=(*BY_RULE, NODES[0], ("gradient_partition.levels", 1))),
-        "one node": Run(1, block=(*BY_RULE, ("topology.ranks_per_node", 4))),
-        "stock's": Run(1, mode="off", block=(*BY_RULE, *NODES)),
-    }
-    return (
-        {name: train(run, rank).rounds for name, run in rounds.items()},
-        {name: sorted(set(train(run, rank).ways)) for name, run in ways.items()},
-    )
+TO_FP32 = (("data_types.grad_accum_dtype", "fp32"),)
+BY_NODES = BY_RULE + NODES
+# Experts of two layers are held by one rank of each node, so that there is one level.
+WAYS: list[tuple[Run, list[str]]] = [
+    (Run(0, block=BY_NODES), ["all-reduce", "all-reduce in two levels"]),
+    (Run(2, block=BY_NODES), ["reduce-scatter", "reduce-scatter in two levels"]),
+    (Run(2, block=BY_NODES + ALL_REDUCED), ["all-reduce", "all-reduce in two levels"]),
+    (Run(1, block=(*BY_RULE, NODES[0], ("gradient_partition.levels", 1))), ["reduce-scatter"]),
+    (Run(1, block=(*BY_RULE, ("topology.ranks_per_node", 4))), ["reduce-scatter"]),
+    (Run(1, mode="off", block=BY_NODES), []),
+]
+"""Runs, and the ways by which buffers are added up."""
+
+
+def ways_of_runs(rank: int, world_size: int) -> list[list[str]]:
+    return [sorted(set(train(run, rank).ways)) for run, _ in WAYS]
 
 
 @pytest.mark.long
-def test_sums_are_as_many_and_of_the_kind_that_the_block_says(tmp_path: Path) -> None:
-    for rounds, ways in run_on_ranks(what_is_done, 4, tmp_path):
-        assert rounds == {"auto": 9, "before_sum": 3, "stage 1": 3, "in another type": 9}
-        # Experts of two layers are held by one rank of each node, so that there is one level.
-        assert ways == {
-            "stage 0": ["all-reduce", "all-reduce in two levels"],
-            "stage 2": ["reduce-scatter", "reduce-scatter in two levels"],
-            "for all": ["all-reduce", "all-reduce in two levels"],
-            "one level": ["reduce-scatter"],
-            "one node": ["reduce-scatter"],
-            "stock's": [],
-        }
+def test_sums_are_of_the_kind_that_the_block_says(tmp_path: Path) -> None:
+    assert run_on_ranks(ways_of_runs, 4, tmp_path) == [[wanted for _, wanted in WAYS]] * 4
 
 
-def refused(rank: int, world_size: int) -> tuple[list[str], str]:
-    """What is said where gradients cannot be reduced as asked for; and what they are where nothing is asked for."""
+BEFORE, PATH = BY_RULE + BEFORE_SUM, "fsmoe.gradient_partition"
+GATHERED = ("gradient_partition.gather_parameters", "overlapped")
+NO_SUM_AFTER = (f'{PATH}.accumulate = "after_sum" needs zero_optimization.stage 2',)
+NO_SUM_BEFORE = (f'{PATH}.accumulate = "before_sum" is not possible here, because', 'use "auto" or "after_sum"')
+REFUSED: list[tuple[Run, tuple[str, ...]]] = [
+    (Run(1, block=BY_RULE + AFTER_SUM), NO_SUM_AFTER),
+    (Run(0, block=BY_RULE + AFTER_SUM), NO_SUM_AFTER),
+    (
+        Run(2, block=BEFORE, config=(("managed_gradient_accumulation", False),)),
+        (*NO_SUM_BEFORE, "managed_gradient_accumulation"),
+    ),
+    (Run(2, "bf16", block=BEFORE, config=TO_FP32), (*NO_SUM_BEFORE, "grad_accum_dtype")),
+    (
+        Run(2, block=BEFORE, config=(("zero_optimization.offload_optimizer.device", "cpu"),)),
+        (*NO_SUM_BEFORE, "offload"),
+    ),
+    (Run(0, mode="unsaid", block=(GATHERED,)), (f"{PATH}.gather_parameters", "stage 1 and 2")),
+    (
+        Run(1, mode="unsaid", block=(GATHERED, ("gradient_partition.mode", "off"))),
+        (f"{PATH}.gather_parameters", "at_end"),
+    ),
+    (
+        Run(0, mode="unsaid", block=(("gradient_partition.collective", "reduce_scatter"),)),
+        (f"{PATH}.collective", "all_reduce"),
+    ),
+    (Run(1, "bf16", config=TO_FP32), ("BF16_Optimizer", "off")),
+]
+"""Runs, and what the error says."""
+
+
+def refused(rank: int, world_size: int) -> str:
+    """Have each refused; return what gradients are where nothing is asked for that is not possible."""
     from ds_fsmoe.config.reading import ConfigError
 
-    before, to_fp32 = BY_RULE + BEFORE_SUM, (("data_types.grad_accum_dtype", "fp32"),)
-    gathered, off = ("gradient_partition.gather_parameters", "overlapped"), ("gradient_partition.mode", "off")
-    found = []
-    for run in (
-        Run(1, block=BY_RULE + AFTER_SUM),
-        Run(0, block=BY_RULE + AFTER_SUM),
-        Run(2, block=before, config=(("managed_gradient_accumulation", False),)),
-        Run(2, "bf16", block=before, config=to_fp32),
-        Run(2, block=before, config=(("zero_optimization.offload_optimizer.device", "cpu"),)),
-        Run(0, mode="unsaid", block=(gathered,)),
-        Run(1, mode="unsaid", block=(gathered, off)),
-        Run(0, mode="unsaid", block=(("gradient_partition.collective", "reduce_scatter"),)),
-        Run(1, "bf16", config=to_fp32),
-    ):
+    for run, words in REFUSED:
         with pytest.raises(ConfigError) as error, training(run, rank):
             pass
-        found.append(str(error.value))
-    run = Run(1, "bf16", "unsaid", config=to_fp32, steps=2)
+        assert [each for each in words if each not in str(error.value)] == [], str(error.value)
+    run = Run(1, "bf16", "unsaid", config=TO_FP32, steps=2)
     ours = train(run, rank)
     assert not compare(ours, train(stock_of(run), rank, stock=True))
-    return found, ours.mode
+    return ours.mode
 
 
 def test_what_cannot_be_reduced_as_asked_for_is_refused_on_every_rank_with_its_path_and_choices(
     tmp_path: Path,
 ) -> None:
-    path = "fsmoe.gradient_partition"
-    for found, mode in run_on_ranks(refused, 2, tmp_path):
-        for said in found[:2]:
-            assert said.startswith(f'{path}.accumulate = "after_sum" needs zero_optimization.stage 2')
-        reasons = ("managed_gradient_accumulation", "grad_accum_dtype", "offload")
-        for said, reason in zip(found[2:5], reasons, strict=True):
-            assert said.startswith(f'{path}.accumulate = "before_sum" is not possible here, because')
-            assert reason in said
-            assert said.endswith('use "auto" or "after_sum"')
-        for said, *words in zip(
-            found[5:],
-            (f"{path}.gather_parameters", f"{path}.gather_parameters", f"{path}.collective", "BF16_Optimizer"),
-            ("stage 1 and 2", "at_end", "all_reduce", "off"),
-            strict=True,
-        ):
-            assert [each for each in words if each not in said] == [], said
-        assert "not overlapped" in mode
+    assert all("not overlapped" in mode for mode in run_on_ranks(refused, 2, tmp_path))
 
 
-Overflows = dict[str, tuple[list[str], list[float], int]]
-
-
-def fp16_runs(rank: int, world_size: int, modes: list[tuple[int, str]]) -> Overflows:
-    """Dynamic loss scale, and in one step an overflow on one rank."""
+def fp16_runs(rank: int, world_size: int, modes: list[tuple[int, str]]) -> None:
+    """Compare runs with a dynamic loss scale, and in one step an overflow on one rank."""
     from deepspeed.accelerator import get_accelerator
 
     # Here the CPU says no, for want of speed; the arithmetic is there.
     type(get_accelerator()).is_fp16_supported = lambda self: True
     config = (("fp16.initial_scale_power", 8), ("fp16.loss_scale_window", 2), ("fp16.hysteresis", 1))
 
-    def run(stage: int, mode: str, stock: bool) -> tuple[Seen, list[float], int]:
+    def run(stage: int, mode: str, stock: bool) -> tuple[Seen, list[float]]:
         scales = []
         with training(Run(stage, "fp16", mode, config=config, block=BY_RULE), rank, stock) as script:
             for step in range(STEPS + 1):
@@ -365,103 +343,36 @@ def fp16_runs(rank: int, world_size: int, modes: list[tuple[int, str]]) -> Overf
                 if step == 3 and rank == 1:
                     handle.remove()
                 scales.append(float(script.engine.optimizer.cur_scale))
-        return script.seen, scales, script.engine.skipped_steps
+            assert script.engine.skipped_steps == 1
+        return script.seen, scales
 
-    outcomes: Overflows = {}
     for stage, mode in modes:
-        (seen, scales, skipped), (theirs, their_scales, they_skipped) = run(stage, mode, False), run(stage, "", True)
-        wrong = compare(seen, theirs)
-        wrong += [f"scales {scales} and {their_scales}"] if scales != their_scales else []
-        wrong += [f"{skipped} and {they_skipped} steps skipped"] if skipped != they_skipped else []
-        wrong += [] if seen.hidden else ["nothing travels in windows"]
-        outcomes[f"{stage} {mode}"] = wrong, scales, skipped
-    return outcomes
+        (ours, scales), (theirs, their_scales) = run(stage, mode, False), run(stage, "", True)
+        assert compare(ours, theirs) == [], (stage, mode)
+        assert scales == their_scales
+        assert scales[3] < scales[2]
+        assert ours.hidden > 0, "nothing travels in windows"
 
 
 @pytest.mark.long
 @sampled("modes", [[(1, mode), (2, MODES[at - 1])] for at, mode in enumerate(MODES)], ids=str)
 def test_an_overflow_skips_the_same_step_as_stock(modes: list[tuple[int, str]], tmp_path: Path) -> None:
-    for outcomes in run_on_ranks(fp16_runs, 2, tmp_path, modes):
-        assert len(outcomes) == len(modes)
-        for name, (wrong, scales, skipped) in outcomes.items():
-            assert not wrong, f"{name}: {wrong}"
-            assert skipped == 1
-            assert scales[3] < scales[2]
+    run_on_ranks(fp16_runs, 2, tmp_path, modes)
 
 
-Messages = dict[tuple[int, ...], list]
-"""What one rank has sent, by group."""
-
-
-def calm_and_delayed(rank: int, world_size: int, run: Run) -> list[Messages]:
-    """The messages of this rank, without and with a pause before some of them and some gradients."""
-    seen = []
-    for delays in (False, True):
-        with Wiretap(seed=rank if delays else None) as tap, training(run, rank) as script:
-            rng = random.Random(rank + 5)
-            for parameter in script.model.parameters():
-                if delays and parameter.requires_grad:
-                    parameter.register_hook(lambda gradient, rng=rng: pause(rng, 0, 0, 0.002))
-            for _ in range(run.steps):
-                LOOPS[run.loop](script)
-        seen.append(dict(tap.messages))
-    return seen
-
-
-@pytest.mark.long
-@sampled(("stage", "mode"), [*zip(STAGES, MODES, strict=True)])
-def test_ranks_send_the_same_messages_however_they_are_delayed(stage: int, mode: str, tmp_path: Path) -> None:
-    run = Run(stage, mode=mode, features=frozenset({"sometimes", "wanders"}), block=BY_RULE)
-    calm, delayed = zip(*run_on_ranks(calm_and_delayed, 4, tmp_path, run), strict=True)
-    sizes = [len(messages) for messages in calm[0].values()]
-    assert len(sizes) > 1
-    assert min(sizes) >= STEPS
-    for messages in calm:
-        for ranks, of_rank in messages.items():
-            assert of_rank == calm[ranks[0]][ranks]
-    assert delayed == calm
-
-
-def traced(rank: int, world_size: int, folder: str) -> None:
-    trace = {"enabled": True, "start_step": 3, "num_steps": 1, "path": folder}
-    train(Run(1, block=(*BY_RULE, *((f"trace.{key}", value) for key, value in trace.items()))), rank)
-
-
-@pytest.mark.long
-def test_slices_travel_inside_the_backwards_of_moe_layers(tmp_path: Path) -> None:
-    run_on_ranks(traced, 4, tmp_path / "run", str(tmp_path / "trace"))
-    for rank in range(4):
-        trace = json.loads((tmp_path / "trace" / f"rank{rank}.json").read_text())
-        found = defaultdict(list)
-        for each in trace["traceEvents"]:
-            if each["ph"] == "X" and each["cat"] == "measured":
-                _, layer, phase, kind, *_ = each["name"].split("/")
-                found[layer, phase, kind].append((each["ts"], each["ts"] + each["dur"]))
-        assert {phase for _, phase, kind in found if kind in ("GRAD", "EXPERT_GRAD")} == {"bwd"}
-        # Tokens of the third layer stay where they are.
-        for layer in ("L00", "L01"):
-            slices = found[layer, "bwd", "GRAD"] + found[layer, "bwd", "EXPERT_GRAD"]
-            assert found[layer, "bwd", "GRAD"]
-            assert found[layer, "bwd", "EXPERT_GRAD"]
-            assert max(stop for _, stop in found[layer, "bwd", "A2A_IN"]) <= min(start for start, _ in slices)
-            assert max(stop for _, stop in slices) <= min(start for start, _ in found[layer, "bwd", "A2A_OUT"])
-
-
-def before_there_is_a_plan(rank: int, world_size: int) -> tuple[list[str], list[str], int, int]:
-    """At stage 2, in the first backward: the layers that are expected, those that come, how many elements are sent
-    beside what follows them, and how many gradients came too late for that."""
+def before_there_is_a_plan(rank: int, world_size: int) -> None:
+    """At stage 2, in the first backward, those layers come that are expected, and gradients leave in them."""
     with training(Run(2), rank) as script:
         reducer = script.engine.fsmoe.reduction.reducer
         expected, parts = list(reducer._windows), reducer._parts
         LOOPS["plain"](script)
         assert reducer.plan is None
-        sent = sum(each.stop - each.first for parcels in parts for each in parcels)
-        return expected, reducer._layers_in_order[0], sent, reducer.sent_again
+        assert expected == reducer._layers_in_order[0]
+        assert len(expected) == 3
+        # More than the elements of DeepSpeed's bucket here.
+        assert sum(each.stop - each.first for parcels in parts for each in parcels) > 1009
+        assert reducer.sent_again == 0, "no gradient came too late for what follows it"
 
 
 def test_at_stage_2_gradients_leave_in_the_first_backward_too(tmp_path: Path) -> None:
-    for expected, passed, sent, late in run_on_ranks(before_there_is_a_plan, 2, tmp_path):
-        assert expected == passed
-        assert len(passed) == 3
-        assert sent > 1009  # the elements of DeepSpeed's bucket here
-        assert late == 0
+    run_on_ranks(before_there_is_a_plan, 2, tmp_path)

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lanes: schedules run for real, on threads and on streams, held against one task after another; what lanes keep of a
-run, the caller's modes in the bodies, progress and measured spans."""
+run, the caller's modes in the bodies, progress and measured spans; errors, and Ctrl-C at any moment."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import random
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ds_fsmoe.execution import lanes as crossings_module
-from ds_fsmoe.execution.lanes import Body, Lanes, SerialLanes, dependencies_of, make_lanes
+from ds_fsmoe.execution import thread_lanes
+from ds_fsmoe.execution.lanes import Body, Lanes, Observer, SerialLanes, make_lanes
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.observing.spans import Recorder
-from ds_fsmoe.planning.schedule import HOLD, Draft, Lane, Schedule, Task
-from tests.fake_clock import FakeClock
+from ds_fsmoe.planning.schedule import HOLD, Lane, Task
 from tests.lane_cases import (
     COMPUTE,
     CPU,
@@ -45,7 +46,8 @@ from tests.lane_cases import (
     serial_outcome,
     threads,
 )
-from tests.waiting import LIMIT_S, linger
+from tests.ranks import run_on_ranks
+from tests.waiting import LIMIT_S, linger, until
 
 FIXTURES = (lanes, overlapping, threads)  # which pytest finds by their names here
 
@@ -53,28 +55,16 @@ FIXTURES = (lanes, overlapping, threads)  # which pytest finds by their names he
 # ---- values and order
 
 
-def test_the_arithmetic_of_these_tests_sees_a_task_that_comes_too_early_and_a_lane_out_of_order() -> None:
-    schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, (0,)), ("GATHER", INTER, ()))
-    early, swapped = Arithmetic(schedule), Arithmetic(schedule)
-    for index in (1, 0, 2):
-        early.do(schedule.tasks[index])
-    for index in (2, 0, 1):
-        swapped.do(schedule.tasks[index])
-    values, orders = serial_outcome(schedule)
-    assert early.outcome()[0] != values
-    assert swapped.outcome()[0] == values
-    assert swapped.outcome()[1] != orders
-
-
-def test_runs_with_random_pauses_equal_the_serial_run(lanes: Lanes) -> None:
+def test_runs_with_random_pauses_equal_the_serial_run_and_holds_need_no_body(lanes: Lanes) -> None:
     rng = random.Random(7)
     for seed in range(100):
-        schedule = random_schedule(seed, num_tasks=rng.randint(1, 19))
+        schedule = random_schedule(seed, num_tasks=seed % 20)
         expected = serial_outcome(schedule)
         pauses_ms = tuple(rng.choice((0.0, 0.0, 0.2, 1.1)) for _ in schedule.tasks)
         for turn in range(1 + (seed % 10 == 0)):  # a schedule runs many times
             case = Arithmetic(schedule, device_for(lanes), pauses_ms)
-            lanes.run(schedule, case.bodies, f"run {seed}")
+            bodies = case.bodies | ({HOLD: lambda task: pytest.fail("it is done")} if seed % 2 else {})
+            lanes.run(schedule, bodies, f"run {seed}")
             assert case.outcome() == expected, f"seed {seed}, turn {turn}\n{schedule}"
 
 
@@ -95,27 +85,6 @@ def test_a_task_begins_when_what_it_needs_and_the_one_before_on_its_lane_have_en
                 assert at["end", one] < at["begin", other]
 
 
-def test_an_empty_schedule_is_done_at_once(lanes: Lanes) -> None:
-    lanes.run(Schedule(()), {})
-    assert set(lanes.progress().values()) == {("", "")}
-
-
-def test_a_hold_keeps_its_lane_waiting_and_needs_no_body(threads: ThreadLanes) -> None:
-    draft, log = Draft(), Log()
-    draft.add("A2A_IN", INTER, INTRA)
-    draft.add("GATHER", INTRA)
-    schedule = draft.finish()
-    assert [task.kind for task in schedule.tasks] == ["A2A_IN", HOLD, "GATHER"]
-    threads.run(schedule, {"A2A_IN": lambda task: linger(), "GATHER": lambda task: None}, observer=log)
-    assert log.events == [(what, index) for index in range(3) for what in ("begin", "end")]
-
-
-def test_a_hold_is_not_done_even_if_there_is_a_body_for_it(lanes: Lanes) -> None:
-    done: list[str] = []
-    lanes.run(schedule_of((HOLD, INTRA, ()), (HOLD, COMPUTE, (0,))), {HOLD: lambda task: done.append(task.name)})
-    assert done == []
-
-
 def test_compute_is_the_callers_thread_and_each_link_keeps_one_of_its_own(threads: ThreadLanes) -> None:
     seen: list[tuple[Lane, int]] = []
     bodies = {"A2A_IN": lambda task: seen.append((task.lane, threading.get_ident()))}
@@ -132,19 +101,15 @@ def test_compute_is_the_callers_thread_and_each_link_keeps_one_of_its_own(thread
 # ---- overlap
 
 
-def test_all_three_lanes_are_at_work_at_once(threads: ThreadLanes) -> None:
-    meeting = threading.Barrier(3, timeout=LIMIT_S)
-    schedule = schedule_of(*(("EXPERT", lane, ()) for lane in Lane))
-    in_time(lambda: threads.run(schedule, {"EXPERT": lambda task: meeting.wait() and None}))
-
-
-def test_a_compute_task_that_waits_does_not_hold_up_the_links(threads: ThreadLanes) -> None:
+def test_all_three_lanes_are_at_work_at_once_also_while_a_compute_task_waits(threads: ThreadLanes) -> None:
     """The links are handed all their tasks before the caller computes."""
-    schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, (0,)), ("GATHER", INTRA, ()))
-    gathered = threading.Event()
+    meeting, gathered = threading.Barrier(3, timeout=LIMIT_S), threading.Event()
+    at_once = [("EXPERT", lane, ()) for lane in Lane]
+    schedule = schedule_of(*at_once, ("A2A_IN", INTER, ()), ("A2A_OUT", COMPUTE, (3,)), ("GATHER", INTRA, ()))
     bodies: dict[str, Body] = {
+        "EXPERT": lambda task: meeting.wait() and None,
         "A2A_IN": lambda task: None if gathered.wait(LIMIT_S) else pytest.fail("GATHER never ran"),
-        "EXPERT": lambda task: None,
+        "A2A_OUT": lambda task: None,
         "GATHER": lambda task: gathered.set(),
     }
     in_time(lambda: threads.run(schedule, bodies))
@@ -164,17 +129,18 @@ def test_kinds_without_a_body_are_named_before_anything_begins(lanes: Lanes) -> 
 
 
 @EVERY_LANE
-def test_a_run_inside_a_body_is_refused_and_the_lanes_go_on(overlapping: Lanes, lane: Lane) -> None:
-    inner = schedule_of(("A2A_IN", INTER, ()))
-    outer = schedule_of(("EXPERT", lane, ()))
-    inside: list[Task] = []
-    bodies = {"EXPERT": lambda task: overlapping.run(inner, {"A2A_IN": inside.append})}
+def test_a_run_inside_a_body_is_refused_one_on_other_lanes_is_not_and_the_lanes_go_on(
+    overlapping: Lanes, lane: Lane
+) -> None:
+    inner, outer = random_schedule(1), schedule_of(("EXPERT", lane, ()), ("A2A_OUT", INTER, ()))
+    case = Arithmetic(inner, device_for(overlapping))
+    nothing: dict[str, Body] = dict.fromkeys(KINDS, lambda task: None)
     with pytest.raises(RuntimeError, match="running already: a nested run"):
-        in_time(lambda: overlapping.run(outer, bodies))
-    assert inside == []
-    case = Arithmetic(random_schedule(1), device_for(overlapping))
-    overlapping.run(case.schedule, case.bodies)
-    assert case.outcome() == serial_outcome(case.schedule)
+        in_time(lambda: overlapping.run(outer, nothing | {"EXPERT": lambda task: overlapping.run(inner, case.bodies)}))
+    assert case.kept == []
+    with closing(make_lanes(device_for(overlapping))) as other:
+        in_time(lambda: overlapping.run(outer, nothing | {"EXPERT": lambda task: other.run(inner, case.bodies)}))
+        assert case.outcome() == serial_outcome(inner)
 
 
 def test_the_serial_lanes_run_inside_a_body() -> None:
@@ -184,72 +150,26 @@ def test_the_serial_lanes_run_inside_a_body() -> None:
     assert case.outcome() == serial_outcome(inside)
 
 
-@EVERY_LANE
-def test_lanes_of_its_own_run_inside_a_body(overlapping: Lanes, lane: Lane) -> None:
-    inside = random_schedule(1)
-    case = Arithmetic(inside, device_for(overlapping))
-    outer = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", lane, ()), ("A2A_OUT", INTER, (1,)))
-    with closing(make_lanes(device_for(overlapping))) as other:
-        bodies = dict.fromkeys(KINDS, lambda task: None) | {"EXPERT": lambda task: other.run(inside, case.bodies)}
-        in_time(lambda: overlapping.run(outer, bodies))
-        assert case.outcome() == serial_outcome(inside)
-
-
-def test_a_second_thread_that_runs_meanwhile_is_refused(threads: ThreadLanes) -> None:
-    schedule = schedule_of(("EXPERT", COMPUTE, ()))
-    refused: list[str] = []
-
-    def from_elsewhere() -> None:
-        try:
-            threads.run(schedule, {"EXPERT": lambda task: None})
-        except RuntimeError as error:
-            refused.append(str(error))
-
-    def body(task: Task) -> None:
-        thread = threading.Thread(target=from_elsewhere)
-        thread.start()
-        thread.join()
-
-    threads.run(schedule, {"EXPERT": body})
-    assert len(refused) == 1
-    assert "or a run of a second thread" in refused[0]
-
-
-def test_closed_lanes_do_not_run(lanes: Lanes) -> None:
-    schedule = schedule_of(("A2A_IN", INTER, ()))
-    lanes.run(schedule, {"A2A_IN": lambda task: None})
-    lanes.close()
-    with pytest.raises(RuntimeError, match="these lanes are closed"):
-        lanes.run(schedule, {"A2A_IN": lambda task: None})
-    lanes.close()
-
-
-def test_lanes_cannot_be_closed_in_a_run(lanes: Lanes) -> None:
+def test_lanes_are_closed_between_runs_alone_and_do_not_run_then(lanes: Lanes) -> None:
     schedule = schedule_of(("EXPERT", COMPUTE, ()))
     with pytest.raises(RuntimeError, match="cannot be closed during a run"):
         lanes.run(schedule, {"EXPERT": lambda task: lanes.close()})
     lanes.run(schedule, {"EXPERT": lambda task: None})
+    for _ in range(2):
+        lanes.close()
+        with pytest.raises(RuntimeError, match="these lanes are closed"):
+            lanes.run(schedule, {"EXPERT": lambda task: None})
 
 
-def link_threads(lanes: ThreadLanes) -> set[threading.Thread]:
-    """Those that a first run makes."""
-    before = set(threading.enumerate())
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_lanes_that_are_closed_or_forgotten_end_their_threads(is_closed: bool) -> None:
+    before, lanes = set(threading.enumerate()), ThreadLanes()
     lanes.run(schedule_of(("A2A_IN", INTER, ()), ("GATHER", INTRA, ())), dict.fromkeys(KINDS, lambda task: None))
     made = set(threading.enumerate()) - before
     assert len(made) == 2
-    return made
-
-
-def test_close_ends_the_threads() -> None:
-    lanes = ThreadLanes()
-    made = link_threads(lanes)
-    lanes.close()
-    assert not any(thread.is_alive() for thread in made)
-
-
-def test_lanes_that_are_forgotten_end_their_threads() -> None:
-    lanes = ThreadLanes()
-    made = link_threads(lanes)
+    if is_closed:
+        lanes.close()
+        assert not any(thread.is_alive() for thread in made)
     del lanes
     gc.collect()
     for thread in made:
@@ -267,22 +187,7 @@ def test_make_lanes_goes_by_the_device() -> None:
         make_lanes(torch.device("meta"))
 
 
-@pytest.mark.parametrize("kind", [SerialLanes, ThreadLanes, StreamLanes])
-def test_every_kind_of_lanes_says_what_each_lane_may_overlap_with(kind: type[Lanes]) -> None:
-    assert list(kind.overlap) == list(Lane)
-    if kind is SerialLanes:
-        assert all("overlaps with nothing" in text for text in kind.overlap.values())
-    else:
-        assert "overlaps with both links" in kind.overlap[COMPUTE]
-        assert "overlaps with COMPUTE and INTER" in kind.overlap[INTRA]
-        assert "overlaps with COMPUTE and INTRA" in kind.overlap[INTER]
-
-
 # ---- what is kept
-
-
-class Held:
-    """Stands for a tensor that a body holds."""
 
 
 @pytest.mark.parametrize("fails_on", [None, *Lane])
@@ -290,9 +195,9 @@ def test_nothing_of_a_run_is_kept_once_it_is_over(overlapping: Lanes, fails_on: 
     schedule = schedule_of(*(("EXPERT", lane, ()) for lane in Lane), ("EXPERT", COMPUTE, (1, 2)))
 
     def run() -> weakref.ref:
-        held = Held()
+        held = Log()
 
-        def body(task: Task, held: Held = held) -> None:
+        def body(task: Task, held: Log = held) -> None:
             if task.lane is fails_on:
                 raise BodyError(task.lane)
 
@@ -308,32 +213,6 @@ def test_nothing_of_a_run_is_kept_once_it_is_over(overlapping: Lanes, fails_on: 
         assert [run()() for _ in range(20)] == [None] * 20
     finally:
         gc.enable()
-
-
-def test_what_is_worked_out_for_a_schedule_lives_as_long_as_it_does() -> None:
-    gc.collect()
-    before = len(crossings_module._known)
-    schedule = random_schedule(2)
-    assert dependencies_of(schedule) is dependencies_of(schedule)
-    assert dependencies_of(random_schedule(2)) is not dependencies_of(schedule)
-    assert len(crossings_module._known) == before + 1
-    del schedule
-    assert len(crossings_module._known) == before
-
-
-def test_a_lane_waits_once_and_for_the_last_only() -> None:
-    schedule = schedule_of(
-        ("A2A_IN", INTER, ()),
-        ("A2A_IN", INTER, ()),
-        ("EXPERT", COMPUTE, (0, 1)),  # 1 is enough: 0 is before it on its lane
-        ("EXPERT", COMPUTE, (0, 2)),  # has been waited for; is on the same lane
-        ("A2A_OUT", INTER, (2, 3)),
-        ("GATHER", INTRA, (1,)),
-    )
-    crossings = dependencies_of(schedule)
-    assert [step.needs for step in crossings.steps] == [(), (), (0,), (), (1,), (2,)]
-    assert [step.feeds for step in crossings.steps] == [(), (0, 2), (), (1,), (4,), (3,)]
-    assert (crossings.joins, crossings.count, crossings.links) == ((3, 4), 5, (INTRA, INTER))
 
 
 # ---- thread-local state
@@ -408,28 +287,6 @@ def test_an_autocast_block_in_a_body_does_not_clear_the_callers_cache_of_casts(
 # ---- progress and measured spans
 
 
-def test_progress_names_the_task_begun_last_and_the_one_finished_last(threads: ThreadLanes) -> None:
-    assert threads.progress() == dict.fromkeys(Lane, ("", ""))
-    schedule = schedule_of(("EXPERT", COMPUTE, ()), ("A2A_IN", INTER, ()), ("A2A_IN", INTER, (0,)))
-    seen = []
-
-    def stuck(task: Task) -> None:
-        if task.chunk == 2:
-            seen.append(threads.progress())
-
-    threads.run(schedule, {"EXPERT": lambda task: None, "A2A_IN": stuck}, "forward 3")
-    at = "forward 3/L00"
-    assert seen[0][INTER] == (f"{at}/A2A_IN/chunk2", f"{at}/A2A_IN/chunk1")
-    assert threads.progress() == {
-        COMPUTE: (f"{at}/EXPERT/chunk0",) * 2,
-        INTRA: ("", ""),
-        INTER: (f"{at}/A2A_IN/chunk2",) * 2,
-    }
-    with pytest.raises(ZeroDivisionError):
-        threads.run(schedule_of(("EXPERT", COMPUTE, ())), {"EXPERT": lambda task: 1 // 0})
-    assert threads.progress()[COMPUTE] == ("L00/EXPERT/chunk0", f"{at}/EXPERT/chunk0")
-
-
 def test_spans_have_no_overlap_within_a_lane_and_respect_after(lanes: Lanes) -> None:
     recorder = Recorder(device_for(lanes))
     for seed in range(10):
@@ -439,35 +296,179 @@ def test_spans_have_no_overlap_within_a_lane_and_respect_after(lanes: Lanes) -> 
         assert_spans_fit(schedule, recorder, slack_ms=0.01 if isinstance(lanes, StreamLanes) else 0.0)
 
 
-def test_spans_measure_the_bodies_and_show_their_overlap(threads: ThreadLanes) -> None:
-    schedule = schedule_of(("EXPERT", COMPUTE, ()), ("A2A_IN", INTER, ()), ("A2A_OUT", INTER, (0,)))
-    clock = FakeClock()
-    recorder, both = Recorder(host=clock), threading.Barrier(2, timeout=LIMIT_S)
+# ---- errors
+
+
+@EVERY_LANE
+@pytest.mark.parametrize("error_type", [BodyError, KeyboardInterrupt])
+def test_the_error_of_a_body_comes_out_and_the_lanes_run_again(
+    lanes: Lanes, lane: Lane, error_type: type[BaseException]
+) -> None:
+    for seed in range(12):
+        schedule = random_schedule(seed, num_tasks=23)
+        indices = [index for index in schedule.lanes[lane] if schedule.tasks[index].kind != HOLD]
+        index = indices[len(indices) // 2]
+        error, log = error_type("on purpose"), Log()
+        bodies = failing(Arithmetic(schedule, device_for(lanes), (0.0, 0.1)), index, error)
+        with pytest.raises(error_type) as caught:
+            in_time(lambda: lanes.run(schedule, bodies, "forward", log))  # noqa: B023
+        assert caught.value is error
+        note = f"raised by task {index} of the schedule, forward/{schedule.tasks[index].name}, on lane {lane}"
+        assert error.__notes__ == [note]
+        begun = [i for what, i in log.events if what == "begin"]
+        assert sorted(begun) == sorted(i for what, i in log.events if what == "end")
+        # Nothing on that lane after it, and nothing that needs it.
+        assert [i for i in begun if i in schedule.lanes[lane]][-1] == index
+        assert not any(index in schedule.tasks[i].after for i in begun)
+        again = Arithmetic(schedule, device_for(lanes))
+        in_time(lambda: lanes.run(schedule, again.bodies))  # noqa: B023
+        assert again.outcome() == serial_outcome(schedule)
+
+
+def when_a_run_fails(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set once the lanes have taken note of the first error."""
+    failed, fail = threading.Event(), thread_lanes._ThreadRun.fail
+
+    def noted(run: Any, error: BaseException) -> None:
+        fail(run, error)
+        failed.set()
+
+    monkeypatch.setattr(thread_lanes._ThreadRun, "fail", noted)
+    return failed
+
+
+@EVERY_LANE
+def test_after_an_error_nothing_begins_and_what_runs_ends_first(
+    threads: ThreadLanes, lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One lane fails while the others are in a body; each has a second task, which never begins."""
+    others = [each for each in Lane if each is not lane]
+    failed = when_a_run_fails(monkeypatch)
+    schedule = schedule_of(*(("EXPERT", each, ()) for each in (lane, *others, lane, *others)))
+    running = threading.Barrier(3, timeout=LIMIT_S)
+    begun, ended = [], []
 
     def body(task: Task) -> None:
-        if task.kind == "A2A_OUT":
-            clock.sleep(0.01)
-            return
-        both.wait()
-        if task.kind == "EXPERT":
-            clock.sleep(0.04)
-        both.wait()
+        begun.append(task.chunk)
+        running.wait()
+        if task.lane is lane:
+            raise BodyError
+        failed.wait(LIMIT_S)
+        linger()  # were anything to begin after the error, or the run to end before its tasks
+        ended.append(task.chunk)
 
-    threads.run(schedule, dict.fromkeys(KINDS, body), observer=recorder)
-    spans = [(span.start_ms, span.end_ms) for span in recorder.timeline(schedule).spans]
-    assert spans == [(0, 40), (0, 40), (40, 50)]
-
-
-def test_a_recorder_has_the_last_run_only_and_all_of_it() -> None:
-    schedule, other = random_schedule(1), random_schedule(2)
-    recorder, lanes = Recorder(), SerialLanes()
-    with pytest.raises(ValueError, match="the last observed run is of another schedule"):
-        recorder.timeline(schedule)
-    lanes.run(other, Arithmetic(other).bodies, observer=recorder)
-    with pytest.raises(ValueError, match="the last observed run is of another schedule"):
-        recorder.timeline(schedule)
     with pytest.raises(BodyError):
-        lanes.run(schedule, failing(Arithmetic(schedule), 15, BodyError()), observer=recorder)
-    names = ", ".join(task.name for task in schedule.tasks[16:])
-    with pytest.raises(ValueError, match=f"it has no spans for {names}"):
-        recorder.timeline(schedule)
+        in_time(lambda: threads.run(schedule, {"EXPERT": body}))
+    assert (sorted(begun), sorted(ended)) == ([0, 1, 2], [1, 2])
+
+
+def test_of_two_errors_the_first_comes_out_and_tells_of_the_other(
+    threads: ThreadLanes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, failed = threading.Barrier(2, timeout=LIMIT_S), when_a_run_fails(monkeypatch)
+
+    def body(task: Task) -> None:
+        running.wait()
+        if task.lane is COMPUTE:
+            failed.wait(LIMIT_S)
+        raise BodyError(task.lane)
+
+    schedule = schedule_of(("EXPERT", COMPUTE, ()), ("EXPERT", INTER, ()))
+    with pytest.raises(BodyError, match="inter") as caught:
+        in_time(lambda: threads.run(schedule, {"EXPERT": body}))
+    assert len(caught.value.__notes__) == 2
+    assert caught.value.__notes__[1].startswith("meanwhile: BodyError(")
+    assert "task 0 of the schedule, L00/EXPERT/chunk0, on lane compute" in caught.value.__notes__[1]
+
+
+@EVERY_LANE
+def test_the_error_of_an_observer_is_that_of_its_task(lanes: Lanes, lane: Lane) -> None:
+    class Fails(Observer):
+        def begin(self, index: int, task: Task) -> None:
+            if task.lane is lane:
+                raise BodyError
+
+    schedule = schedule_of(*(("EXPERT", each, ()) for each in Lane))
+    with pytest.raises(BodyError) as caught:
+        in_time(lambda: lanes.run(schedule, {"EXPERT": lambda task: None}, observer=Fails()))
+    assert caught.value.__notes__[0].endswith(f"on lane {lane}")
+
+
+# ---- Ctrl-C, in a process of its own: some signals are for the main thread only
+
+
+def raise_at(number: int) -> list[bool]:
+    """From now on this signal raises in the main thread; return a list that grows with each."""
+    raised: list[bool] = []
+
+    def interrupt(*_: Any) -> None:
+        raised.append(True)
+        raise KeyboardInterrupt
+
+    signal.signal(number, interrupt)
+    return raised
+
+
+def interrupt(raised: list[bool], count: int) -> None:
+    """Interrupt the main thread, which is about to wait and should be at it."""
+    linger()
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    until(lambda: len(raised) == count)
+
+
+def interrupted_twice(first: str) -> tuple[list[str], list[str]]:
+    """What of a link that is stuck had ended when the run was over, and what has after another run."""
+    raised, lanes, ended = raise_at(signal.SIGINT), ThreadLanes(), []
+    schedule = schedule_of(("A2A_IN", INTER, ()), ("EXPERT", COMPUTE, ()), ("A2A_OUT", INTER, ()))
+    computing, computed, is_out = threading.Event(), threading.Event(), threading.Event()
+
+    def stuck(task: Task) -> None:
+        (computing if first == "while it computes" else computed).wait(LIMIT_S)
+        for count in (1, 2):
+            interrupt(raised, count)
+        is_out.wait(LIMIT_S)
+        ended.append("stuck")
+
+    def compute(task: Task) -> None:
+        computing.set()
+        if first == "while it computes":
+            until(lambda: False)
+        computed.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        lanes.run(schedule, {"A2A_IN": stuck, "EXPERT": compute, "A2A_OUT": stuck})
+    then = list(ended)
+    is_out.set()
+    lanes.run(schedule, dict.fromkeys(KINDS, lambda task: ended.append(task.kind)))
+    return then, [kind for kind in ended if kind != "EXPERT"]
+
+
+def interrupted_anywhere() -> int:
+    """How many runs were interrupted; after each the lanes compute what they should."""
+    rng, lanes, raised = random.Random(1), ThreadLanes(), raise_at(signal.SIGALRM)
+    cases = [(random_schedule(seed), serial_outcome(random_schedule(seed))) for seed in range(10)]
+    while len(raised) < 100:
+        schedule, expected = cases[rng.randrange(10)]
+        case = Arithmetic(schedule)
+        with suppress(KeyboardInterrupt):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
+                lanes.run(schedule, case.bodies)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        case = Arithmetic(schedule)
+        lanes.run(schedule, case.bodies)
+        assert case.outcome() == expected
+    return len(raised)
+
+
+def interrupted(rank: int, world_size: int) -> list[Any]:
+    return [interrupted_twice("while it computes"), interrupted_twice("while it waits"), interrupted_anywhere()]
+
+
+def test_ctrl_c_at_any_moment_leaves_the_lanes_usable_and_a_second_one_waits_for_no_link_that_is_stuck(
+    tmp_path: Path,
+) -> None:
+    [(*twice, anywhere)] = run_on_ranks(interrupted, 1, tmp_path)
+    assert twice == [([], ["stuck", "A2A_IN", "A2A_OUT"])] * 2
+    assert anywhere == 100

@@ -39,17 +39,12 @@ def test_a_rank_needs_at_most_3_percent_more_memory_than_with_stock(case: Case, 
     assert ours <= MOST * stocks
 
 
-Sums = dict[str, tuple[list[bool], list[str], int]]
-
-
-def sums(rank: int, world_size: int, rooms: dict[str, int | None]) -> Sums:
-    """Of each step, whether every micro-batch is summed over ranks, where GPUs have so many bytes left; what is said,
-    and the bytes of all gradients."""
+def sums(rank: int, world_size: int) -> None:
+    """What is done and said where GPUs have so many bytes left."""
     from ds_fsmoe.gradients import reduction, zero_stages
     from tests.gradient_cases import LOOPS, Run, training
 
-    found: Sums = {}
-    for name, room in rooms.items():
+    for name, room in (("unknown", None), ("little", 100), ("much", 10**9)):
         said: list[str] = []
         if room is not None:
             # One rank has room for anything.
@@ -62,19 +57,16 @@ def sums(rank: int, world_size: int, rooms: dict[str, int | None]) -> Sums:
                 sums_each.append(script.engine.fsmoe.reduction.sums_each)
                 LOOPS["plain"](script)
             size = sum(each.numel * each.element_bytes for each in script.engine.fsmoe.reduction.reducer.flats)
-        found[name] = sums_each, [each for each in said if each.startswith("ZeRO 2")], size
-    return found
+        assert 100 < size < 10**9
+        # Two steps show what there is.
+        assert sums_each == [True, True, True, name != "much"], name
+        said = [each for each in said if each.startswith("ZeRO 2")]
+        assert len(said) == 1 + (name != "unknown")
+        assert "every micro-batch is reduced over ranks" in said[0]
+        assert "before_sum" in said[0]
+        if name != "unknown":
+            assert ("added up first" in said[1]) == (name == "much")
 
 
 def test_stage_2_adds_micro_batches_up_where_every_rank_is_known_to_have_room(tmp_path: Path) -> None:
-    rooms = {"unknown": None, "little": 100, "much": 10**9}
-    for of_rooms in run_on_ranks(sums, 2, tmp_path, rooms):
-        for name, (found, said, size) in of_rooms.items():
-            assert 100 < size < 10**9
-            # Two steps show what there is.
-            assert found == [True, True, True, name != "much"], name
-            assert "every micro-batch is reduced over ranks" in said[0]
-            assert "before_sum" in said[0]
-            assert len(said) == 1 + (name != "unknown")
-            if name != "unknown":
-                assert ("added up first" in said[1]) == (name == "much")
+    run_on_ranks(sums, 2, tmp_path)

@@ -5,6 +5,7 @@ their checkpoints."""
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import NUM_EXPERTS, WIDTH, config_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
+from tests.test_pipeline_stages import Dense, WithExperts
 
 pytestmark = pytest.mark.long
 
@@ -72,49 +74,6 @@ class Block(nn.Module):
         return found[0] if isinstance(found, tuple) else found
 
 
-class Dense(nn.Module):
-    """A layer without experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
-        return x_BLM + torch.tanh(self.linear(x_BLM))
-
-
-class WithMoE(Dense):
-    """A layer with experts of DeepSpeed's kind: by global id the same for every layout.
-
-    Args:
-        index: the number of the layer.
-        ranks: the ranks of a stage, over which they are spread.
-        drop_tokens: whether slots are sent, some tokens finding none.
-    """
-
-    def __init__(self, index: int, ranks: int, drop_tokens: bool) -> None:
-        from deepspeed.moe.layer import MoE
-
-        from ds_fsmoe.components.experts.gpt import GPTFeedForward
-
-        super().__init__()
-        self.moe = MoE(WIDTH, GPTFeedForward(WIDTH, 28), 8, ranks, k=2, use_rts=False, drop_tokens=drop_tokens)
-        experts = self.moe.deepspeed_moe.experts.deepspeed_experts
-        self.first = dist.get_rank() % ranks * len(experts)
-        self.index = index
-
-    def fill(self) -> None:
-        """Make each expert what it is on any rank."""
-        for local, expert in enumerate(self.moe.deepspeed_moe.experts.deepspeed_experts):
-            generator = torch.Generator().manual_seed(100 * self.index + self.first + local)
-            with torch.no_grad():
-                for each in expert.parameters():
-                    each.copy_(torch.randn(each.shape, generator=generator) * 0.2)
-
-    def forward(self, x_BLM: torch.Tensor) -> torch.Tensor:
-        return x_BLM + self.moe(super().forward(x_BLM))[0]
-
-
 class Answer(nn.Module):
     """The last layer of a language model."""
 
@@ -133,22 +92,20 @@ def loss_of(logits_BLV: torch.Tensor, wanted_BL: torch.Tensor) -> torch.Tensor:
 
 def layer_of(kind: str, index: int, ranks: int = 1) -> nn.Module:
     """A layer by its kind: ``"olmoe"`` and other families, ``"olmoe of 8"`` experts, ``"frozen olmoe"``, ``"dense"``,
-    with experts of DeepSpeed's kind ``"slots"`` and ``"dropless"``, and the ends, ``"words"`` and ``"answer"``."""
+    with experts of DeepSpeed's kind ``"slots"``, and the ends, ``"words"`` and ``"answer"``."""
+    if kind == "slots":
+        return WithExperts(index, dist.get_rank() % ranks, ranks, WIDTH, 8)
     torch.manual_seed(index)
     family, _, num_experts = kind.removeprefix("frozen ").partition(" of ")
     if family in FAMILIES:
         made: nn.Module = Block(family, index, int(num_experts or NUM_EXPERTS))
-    elif kind in ("slots", "dropless"):
-        made = WithMoE(index, ranks, kind == "slots")
     else:
-        made = {"words": Words, "dense": Dense, "answer": Answer}[family]()
+        made = Dense(index, WIDTH) if family == "dense" else {"words": Words, "answer": Answer}[family]()
     generator = torch.Generator().manual_seed(index)
     with torch.no_grad():
         for each in made.parameters():
             if each.dim() > 1:
                 each.copy_(torch.randn(each.shape, generator=generator) * 0.15)
-    if isinstance(made, WithMoE):
-        made.fill()
     if kind.startswith("frozen "):
         made.layer.mlp.experts.requires_grad_(False)
     return made
@@ -208,7 +165,7 @@ def eager(job: Job, replicas: int) -> dict[str, torch.Tensor]:
     return weights | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
-def config_for(job: Job, is_ours: bool = True) -> dict[str, Any]:
+def config_for(job: Job) -> dict[str, Any]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": job.accumulation,
@@ -218,29 +175,21 @@ def config_for(job: Job, is_ours: bool = True) -> dict[str, Any]:
         "gradient_clipping": job.clipping,
         "steps_per_print": 1_000_000,
     }
-    return config | job.more | ({"fsmoe": job.block} if is_ours else {})
+    return config | job.more | {"fsmoe": job.block}
 
 
 def engine_of(layers: list[nn.Module], num_stages: int, config: dict[str, Any]) -> Any:
-    import deepspeed
     from deepspeed.pipe import PipelineModule
 
     import ds_fsmoe
 
-    model = PipelineModule(
-        layers,
-        num_stages=num_stages,
-        loss_fn=loss_of,
-        partition_method="uniform",
-        checkpointable_layers=["Block"],
-    )
-    initialize = ds_fsmoe.initialize if "fsmoe" in config else deepspeed.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    how = {"partition_method": "uniform", "checkpointable_layers": ["Block"]}
+    model = PipelineModule(layers, num_stages=num_stages, loss_fn=loss_of, **how)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
-def train(job: Job, is_ours: bool = True, steps: int = STEPS) -> dict[str, torch.Tensor]:
-    """What this rank has of weights, losses and norms after some steps in stages; on the first rank the weights of
-    all."""
+def train(job: Job) -> dict[str, torch.Tensor]:
+    """Losses and norms of some steps in stages, and on the first rank the weights of all."""
     from deepspeed.pipe import TiedLayerSpec
 
     import ds_fsmoe
@@ -250,19 +199,17 @@ def train(job: Job, is_ours: bool = True, steps: int = STEPS) -> dict[str, torch
         shared = {"tied_weight_attr": ["embedding.weight"]}
         layers[0] = TiedLayerSpec("words", SharedWords, **shared)
         layers[-1] = TiedLayerSpec("words", SharedWords, forward_fn=of_same_words, **shared)
-    engine = engine_of(layers, job.num_stages, config_for(job, is_ours))
+    engine = engine_of(layers, job.num_stages, config_for(job))
     data = batches(engine.grid.data_parallel_id)
     losses, norms = [], []
-    for _ in range(steps):
+    for _ in range(STEPS):
         losses.append(engine.train_batch(data).detach())
         norms.append(torch.tensor(float(engine.get_global_grad_norm() or 0.0)))
-    if is_ours:
-        check_what_was_asked_for(engine, job.block)
-    own = {f"own {name}": ds_fsmoe.own_part(each).clone() for name, each in engine.module.named_parameters()}
-    whole = (ds_fsmoe.whole_state_dict(engine) or {}) if is_ours else {}
+    check_what_was_asked_for(engine, job.block)
+    whole = ds_fsmoe.whole_state_dict(engine) or {}
     engine.destroy()
     whole = {name.replace("tied_modules.words.", "0."): each for name, each in whole.items()}
-    return own | whole | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
+    return whole | {"losses": torch.stack(losses), "norms": torch.stack(norms)}
 
 
 class SharedWords(Words):
@@ -277,10 +224,6 @@ def check_what_was_asked_for(engine: Any, block: dict[str, Any]) -> None:
     if "alltoall" in block:
         planned = [each.pipeline.forward.alltoall for each in engine.fsmoe.inner_layers.values()]
         assert set(planned) <= {block["alltoall"]}, planned
-    if block.get("autotune"):
-        tuner = engine.fsmoe.autotune
-        assert tuner.is_settled
-        assert bool(tuner.result.rows) == bool(engine.fsmoe.num_layers)
     # In the last stage there are gradients of the answer when experts begin.
     is_last = engine.is_last_stage() and engine.fsmoe.num_layers
     if block == EARLY and is_last and engine.grid.data_parallel_size > 1:
@@ -288,34 +231,23 @@ def check_what_was_asked_for(engine: Any, block: dict[str, Any]) -> None:
         assert 0 < early <= everything
 
 
-def differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], with_norms: bool) -> Iterator[str]:
-    for name, value in found.items():
-        if name not in wanted or (name == "norms" and not with_norms):
-            continue
-        off = (value.float() - wanted[name]).abs().max().item()
-        if not off <= (OF_LOSSES if name == "losses" else OF_WEIGHTS):
-            yield f"{name} differs by {off:.2g}"
+def check(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], job: Job) -> None:
+    for name in found.keys() & wanted.keys() - ({"norms"} if not job.clipping else set()):
+        if "bf16" in job.more:  # losses and norms, against how large they are
+            of, most = wanted[name].abs() if name in ("losses", "norms") else torch.inf, 0.03
+        else:
+            of, most = 1.0, OF_LOSSES if name == "losses" else OF_WEIGHTS
+        assert ((found[name].float() - wanted[name]).abs() / of).max().item() <= most, (job, name)
 
 
-def nearly(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> Iterator[str]:
-    """In half precision: losses and norms, against how large they are."""
-    for name in ("losses", "norms"):
-        off = ((found[name] - wanted[name]).abs() / wanted[name]).max().item()
-        if not off < 0.03:
-            yield f"{name} differ by {off:.2g}"
-
-
-def compare_with_eager(rank: int, world_size: int, jobs: list[Job]) -> list[str]:
+def compare_with_eager(rank: int, world_size: int, jobs: list[Job]) -> None:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
-    said = []
     for job in jobs:
         wanted, found = eager(job, world_size // job.num_stages), train(job)
-        missing = {name for name in wanted if name not in found} if rank == 0 else set()
-        wrong = nearly(found, wanted) if "bf16" in job.more else differences(found, wanted, job.clipping > 0)
-        said += [f"{job}: {each}" for each in (*missing, *wrong)]
-    return said
+        assert rank or wanted.keys() <= found.keys(), job
+        check(found, wanted, job)
 
 
 AGAIN = [{"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": each}} for each in (True, False)]
@@ -343,57 +275,12 @@ WITH_EAGER: dict[str, list[Job]] = {
 }
 
 
-def ranks_for(name: str) -> int:
-    return 8 if "two nodes" in name else 4
-
-
 @sampled("name", list(WITH_EAGER), drawn=3)
 def test_stages_train_as_eager_experts_on_one_process(name: str, tmp_path: Path) -> None:
-    found = run_on_ranks(compare_with_eager, ranks_for(name), tmp_path, WITH_EAGER[name])
-    assert [each for of_rank in found for each in of_rank] == []
+    run_on_ranks(compare_with_eager, 8 if "two nodes" in name else 4, tmp_path, WITH_EAGER[name])
 
 
-def in_stages(rank: int, world_size: int, jobs: list[Job], is_ours: bool) -> list[dict[str, torch.Tensor]]:
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    return [train(job, is_ours) for job in jobs]
-
-
-DROPLESS = ("dropless", "dropless")
-ON_ROWS = CHUNKED | {"dispatch": "unpadded"}
-WITH_STOCK: dict[str, list[Job]] = {
-    "experts of both kinds": [Job(("olmoe", "slots", "dropless", "mixtral"))],
-    "slots": [Job(("slots", "olmoe"))],
-    "rows": [Job(DROPLESS, zero=zero, block=ON_ROWS) for zero in (0, 1)],
-    "rows across two nodes": [Job(DROPLESS, zero=zero, block=ONCE_PER_NODE) for zero in (0, 1)],
-    "rows of one stage across two nodes": [Job(("dropless", "dense"), block=ONCE_PER_NODE)],
-}
-
-
-@sampled("name", list(WITH_STOCK))
-def test_stages_with_experts_of_deepspeeds_kind_train_as_stock_does(name: str, tmp_path: Path) -> None:
-    """Stock DeepSpeed trains all experts of Hugging Face layers on each rank; other layers are cut as ours are."""
-    world_size, jobs = ranks_for(name), WITH_STOCK[name]
-    tolerance = 1e-6 if "rows" in name else OF_WEIGHTS
-    stocks, ours = (run_on_ranks(in_stages, world_size, tmp_path / str(own), jobs, own) for own in (False, True))
-    said = []
-    for number, job in enumerate(jobs):
-        wholes = ours[0][number]
-        for rank, (theirs, found) in enumerate(zip(stocks, ours, strict=True)):
-            for name, wanted in theirs[number].items():
-                if name == "norms":  # not the norm of all, without ZeRO
-                    continue
-                mine = found[number][name]
-                whole = wholes[name.removeprefix("own ")] if mine.shape != wanted.shape else mine
-                off = (whole - wanted).abs().max().item()
-                if not off <= tolerance:
-                    said.append(f"{job}, rank {rank}: {name} differs by {off:.2g}")
-    assert said == []
-
-
-def what_is_said(rank: int, world_size: int) -> list[str]:
-    """What each of these is refused with on this rank."""
+def refused(rank: int, world_size: int) -> None:
     import deepspeed
     from deepspeed.pipe import PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
@@ -402,74 +289,35 @@ def what_is_said(rank: int, world_size: int) -> list[str]:
 
     peft = pytest.importorskip("peft")
     deepspeed.init_distributed("gloo")
-    by_data = ProcessTopology(["data", "pipe"], [2, 2])
-    tied = [
-        TiedLayerSpec("experts", Block, "olmoe", 1, tied_weight_attr=["layer.input_layernorm.weight"]),
-        nn.Identity(),
-    ]
+    tied = TiedLayerSpec("experts", Block, "olmoe", 1, tied_weight_attr=["layer.input_layernorm.weight"])
     adapted = peft.inject_adapter_in_model(
         peft.LoraConfig(r=2, target_parameters=["mlp.experts.down_proj"]), Block("olmoe", 1), adapter_name="default"
     )
-    refused: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
-        (layers_of(("olmoe", "dense")), {"num_stages": 2}, {"ep_size": 4}),
-        (layers_of(("dense", "dense")), {"num_stages": 2}, {"ep_size": 2}),
-        (layers_of(("dense", "olmoe")), {"num_stages": 2}, {"placement": {"policy": "lina"}}),
-        ([Words(), *tied, Answer()], {"num_stages": 2}, {}),
-        ([Words(), adapted, nn.Identity(), Answer()], {"num_stages": 2}, {}),
-        (layers_of(("olmoe", "olmoe")), {"topology": by_data}, {}),
-        (layers_of(("dense", "olmoe")), {"topology": PipeModelDataParallelTopology(2, 2, 1)}, {}),
-        (layers_of(("slots", "olmoe"), 2), {"num_stages": 2}, {"ep_size": 1}),
+    by_data = {"topology": ProcessTopology(["data", "pipe"], [2, 2])}
+    by_tensors = {"topology": PipeModelDataParallelTopology(2, 2, 1)}
+    two: dict[str, Any] = {"num_stages": 2}
+    # Only the ranks with the layer see what is wrong with it.
+    by_layer = "must divide the 2 ranks" if rank < 2 else "in another stage of the PipelineModule, refused"
+    jobs: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
+        (layers_of(("olmoe", "dense")), two, {"ep_size": 4}, by_layer),
+        (layers_of(("dense", "dense")), two, {"ep_size": 2}, "this model has no such experts"),
+        (layers_of(("dense", "dense")), two, {}, "no stage"),
+        (layers_of(("dense", "olmoe")), two, {"placement": {"policy": "lina"}}, 'placement.policy = "lina" '),
+        ([Words(), tied, nn.Identity(), Answer()], two, {}, "experts in a TiedLayerSpec cannot be distributed"),
+        ([Words(), adapted, nn.Identity(), Answer()], two, {}, "adapters on experts are not supported"),
+        (layers_of(("olmoe", "olmoe")), by_data, {}, "make pipe the first axis"),
+        (layers_of(("dense", "olmoe")), by_tensors, {}, "tensor-parallel ranks are not supported with experts"),
+        (layers_of(("slots", "olmoe"), 2), two, {"ep_size": 1}, "must be equal in all stages"),
     ]
-    said = []
-    for layers, how, block in refused:
+    for layers, how, block, wanted in jobs:
         model = PipelineModule(layers, loss_fn=loss_of, partition_method="uniform", **how)
         config = config_for(Job((), accumulation=1, block={"enabled": True} | block))
-        with pytest.raises((LayerError, ConfigError)) as caught:
+        with pytest.raises((LayerError, ConfigError), match=re.escape(wanted)):
             ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        said.append(str(caught.value))
-    return said
 
 
 def test_what_stages_cannot_have_is_refused_on_every_rank(tmp_path: Path) -> None:
-    wanted = [
-        "must divide the 2 ranks",
-        "this model has no such experts",
-        'placement.policy = "lina" ',
-        "experts in a TiedLayerSpec cannot be distributed",
-        "adapters on experts are not supported",
-        "make pipe the first axis",
-        "tensor-parallel ranks are not supported with experts",
-        "must be equal in all stages",
-    ]
-    of_ranks = run_on_ranks(what_is_said, 4, tmp_path)
-    for said in of_ranks:
-        assert [(each, text) for each, text in zip(wanted, said, strict=True) if each not in text] == []
-    # Only the ranks with the layer see what is wrong with it.
-    assert "in another stage of the PipelineModule, refused" in of_ranks[3][0]
-    assert "in another stage" not in of_ranks[0][0]
-
-
-TUNED = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "num_chunks": {"max": 2}}
-
-
-def tune(rank: int, world_size: int, kinds: tuple[str, ...], block: dict[str, Any]) -> float:
-    """How far a tuned run is from one that is not."""
-    import deepspeed
-
-    deepspeed.init_distributed("gloo")
-    plain, tuned = (train(Job(kinds, block=each | block), steps=30) for each in (NOT_TUNED, TUNED))
-    return max((tuned[name] - each).abs().max().item() for name, each in plain.items())
-
-
-@sampled(
-    ("world_size", "kinds", "block"),
-    [(4, ("olmoe", "dense"), {}), (8, ("dense", "mixtral"), {"ep_size": 4, "topology": {"ranks_per_node": 2}})],
-    ids=str,
-)
-def test_plans_for_experts_in_stages_are_measured_between_batches(
-    world_size: int, kinds: tuple[str, ...], block: dict[str, Any], tmp_path: Path
-) -> None:
-    assert max(run_on_ranks(tune, world_size, tmp_path, kinds, block)) < 2e-4
+    run_on_ranks(refused, 4, tmp_path)
 
 
 # ---- checkpoints
@@ -486,21 +334,18 @@ def engine_with_adam(job: Job, ranks: int, scale: float = 1.0) -> tuple[Any, Any
     return engine, batches(engine.grid.data_parallel_id)
 
 
-def stop_and_go_on(rank: int, world_size: int, jobs: list[Job], folder: str) -> list[str]:
-    """How the first job, once it was stopped, goes on otherwise as each of these than as it went on without a stop; in
-    the layout that it had to the bit."""
+def stop_and_go_on(rank: int, world_size: int, jobs: list[Job], folder: str) -> None:
+    """The first job, once it was stopped, goes on as each of these as it went on without a stop; in the layout that it
+    had to the bit."""
     import deepspeed
 
     import ds_fsmoe
 
     deepspeed.init_distributed("gloo")
-    said, ranks = [], world_size // jobs[0].num_stages
-    is_hugging_face = "slots" not in jobs[0].kinds
+    ranks = world_size // jobs[0].num_stages
     engine, data = engine_with_adam(jobs[0], ranks)
     losses = [engine.train_batch(data).item() for _ in range(STEPS)]
     engine.save_checkpoint(folder)
-    if is_hugging_face:
-        engine.save_16bit_model(folder, "whole.bin")
     saved = ds_fsmoe.whole_state_dict(engine) or {}
     wanted = [engine.train_batch(data).item() for _ in range(2)]
     engine.destroy()
@@ -508,28 +353,19 @@ def stop_and_go_on(rank: int, world_size: int, jobs: list[Job], folder: str) -> 
         engine, data = engine_with_adam(job, ranks, scale=0.5)
         for _ in range(STEPS * job.accumulation):
             next(data)
-        if engine.load_checkpoint(folder)[0] is None:
-            said.append(f"{job}: nothing was loaded")
+        assert engine.load_checkpoint(folder)[0] is not None
         loaded = ds_fsmoe.whole_state_dict(engine) or {}
-        said += [f"{job}: {name} was not kept" for name in saved if not torch.equal(saved[name], loaded[name])]
+        assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == [], job
         found = [engine.train_batch(data).item() for _ in range(2)]
         engine.destroy()
-        is_same = found == wanted if job == jobs[0] else found == pytest.approx(wanted, rel=1e-5)
-        if not is_same or losses[0] in found:
-            said.append(f"{job}: losses {found} for {wanted}")
-    if rank == 0 and is_hugging_face:
-        written = torch.load(f"{folder}/whole.bin")
-        said += [f"{name} differs in whole.bin" for name in saved if not torch.equal(written[name], saved[name])]
-        said += [] if written.keys() == saved.keys() else ["names differ in whole.bin"]
-    return said
+        assert found == (wanted if job == jobs[0] else pytest.approx(wanted, rel=1e-5)), job
+        assert losses[0] not in found
 
 
 MOVING = Job(("olmoe", "dense", "mixtral of 8", "dense"), block=NOT_TUNED, clipping=0.5)
 STOPPED: dict[str, list[Job]] = {
     "nothing asked for": [Job(("olmoe", "mixtral of 8"), block={"enabled": True}, clipping=0.5)],
     "behind a dense stage": [Job(("dense", "olmoe"), 2, 1, 1, {"enabled": True}, 0.5)],
-    "before a dense stage": [Job(("olmoe", "dense"), clipping=0.5)],
-    "slots": [Job(("slots", "olmoe"))],
     "slots at ZeRO 1": [Job(("slots", "olmoe"), zero=1)],
     "four stages": [Job(("olmoe", "dense", "olmoe", "mixtral", "olmoe", "dense"), 4, 2, 1, CHUNKED, 0.5)],
     "moving within its stages": [
@@ -543,5 +379,4 @@ STOPPED: dict[str, list[Job]] = {
 
 @sampled("name", list(STOPPED), drawn=2)
 def test_stages_that_were_stopped_go_on_to_the_bit_or_within_other_ranks(name: str, tmp_path: Path) -> None:
-    found = run_on_ranks(stop_and_go_on, 4, tmp_path / "ranks", STOPPED[name], str(tmp_path / "saved"))
-    assert [each for of_rank in found for each in of_rank] == []
+    run_on_ranks(stop_and_go_on, 4, tmp_path / "ranks", STOPPED[name], str(tmp_path / "saved"))

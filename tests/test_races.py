@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing in a layer depends on when a GPU does what: on streams of a pretended device every rule is kept.
-
-No GPU has run any of this. The code is the layer's own, on ``StreamLanes``; what is pretended is the device beneath.
-"""
+"""Nothing in a layer and in an engine depends on when a GPU does what: on streams of a pretended device every rule is
+kept. The code is their own, on ``StreamLanes``; what is pretended is the device beneath."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
+import gc
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_fsmoe.execution import lanes
-from ds_fsmoe.execution.lanes import Dependencies, Step
+from ds_fsmoe.execution.lanes import Step
 from ds_fsmoe.execution.phase import PhaseRun
-from ds_fsmoe.execution.stream_lanes import StreamLanes
 from ds_fsmoe.planning.block import ORDERS
 from ds_fsmoe.registry import known, lookup
-from tests import race_cases
+from tests import gradient_cases, race_cases
 from tests.covering import covering
+from tests.engine_jobs import GPT, RUNS, TWO_NODES
+from tests.gradient_cases import LOOPS, Run, training
 from tests.pretended_gpu import Gpu, pretending
-from tests.race_cases import Case, Layout, assert_kept, differences, watched
+from tests.race_cases import Case, Layout, assert_kept, counts_come_back, differences, watched, world_of
+from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
+from tests.test_gradients_against_stock import BY_RULE, whole_list
 from tests.test_layer_against_loop import DROP, NO_DROP
 
 NOT_PRETENDED = ("1dh", "node_deduplicated")
@@ -88,7 +94,7 @@ CASES = [
 ]
 
 
-@sampled("case", CASES, kept=[0, 1, 3], drawn=2, ids=str)
+@sampled("case", CASES, kept=[0, 1], drawn=2, ids=str)
 def test_every_rule_is_kept_and_the_numbers_are_those_of_one_task_after_another(case: Case) -> None:
     """Every pair of values of two axes occurs. Receive buffers begin as NaN, so what was never written would show."""
     gpu, found = watched(case)
@@ -104,27 +110,6 @@ WRONG = [
     Case(Layout(4, 4, ranks_per_node=2, alltoall="2dh"), 2, 2, "mixtral", hooks="copying"),
     Case(Layout(4, 2, 2, ranks_per_node=2), 3, 2, "mixtral", NO_DROP, in_rows=True),
 ]
-
-
-# Several experts' rows are put in order by the stream that uses them, and so nobody else's.
-ONE_EXPERT = Case(Layout(4, 4), 3, 3, "mixtral", NO_DROP, in_rows=True)
-
-
-@sampled("case", [*WRONG[:-1], ONE_EXPERT], ids=str)
-def test_rows_of_the_forward_that_are_freed_when_used_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are held back until the streams are joined. If they are not, a later chunk is received into their memory."""
-    init = PhaseRun.__init__
-
-    def still_holding(self: PhaseRun, *args: Any) -> None:
-        init(self, *args[:-1], True)
-
-    monkeypatch.setattr(PhaseRun, "__init__", still_holding)
-    monkeypatch.setattr(StreamLanes, "runs_behind", False)
-    gpu, _ = watched(case)
-    assert {"reuse"} == {each.rule for each in gpu.breaches}
-    for each in gpu.breaches:
-        assert "/forward/" in each.memory
-        assert all("/backward/" in other and "/EXPERT" in other for other in each.others)
 
 
 @sampled("case", WRONG, ids=str)
@@ -154,35 +139,11 @@ def test_waits_that_are_dropped_are_reported(case: Case) -> None:
 
 
 @sampled("case", WRONG, ids=str)
-def test_crossings_that_are_dropped_are_reported(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the backward, whose schedule has them all: there is none that the order within lanes would make up for."""
-    run_of = StreamLanes._run_of
-    counts = []
-
-    def without(self: StreamLanes, crossings: Dependencies, work: lanes.LaneWork, number: int = -1) -> lanes.LaneRun:
-        if "backward" in work.label:
-            counts.append(crossings.count - len(crossings.joins))
-            steps = tuple(
-                replace(each, needs=tuple(needed for needed in each.needs if needed != number))
-                for each in crossings.steps
-            )
-            crossings = replace(crossings, steps=steps)
-        return run_of(self, crossings, work)
-
-    monkeypatch.setattr(StreamLanes, "_run_of", without)
-    assert not watched(case)[0].breaches
-    for number in draw(f"crossings of {case}", range(counts[0]), 6):
-        monkeypatch.setattr(StreamLanes, "_run_of", functools.partialmethod(without, number=number))
-        assert {"order", "reuse"} & {each.rule for each in watched(case)[0].breaches}, number
-
-
-@sampled("case", WRONG, ids=str)
 def test_a_task_on_a_stream_of_its_own_is_reported_whatever_it_does(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it makes is made on the wrong stream, and what it needs is not waited for."""
-    do = lanes.LaneWork.do
-    kinds: set[str] = set()
+    do, kinds = lanes.LaneWork.do, set[str]()
 
     def noted(self: lanes.LaneWork, step: Step, mark: lanes.Mark) -> None:
         kinds.add(step.task.kind)
@@ -226,14 +187,9 @@ def test_the_host_waits_once_per_layer_on_rows_and_not_in_the_backward(monkeypat
         said: list[str] = []
         gpu = Gpu()
         wait = gpu.host_waits
-
-        def heard(what: str, *args: Any) -> None:
-            said.append(what)
-            wait(what, *args)
-
-        monkeypatch.setattr(gpu, "host_waits", heard)
+        monkeypatch.setattr(gpu, "host_waits", lambda what, *args: (said.append(what), wait(what, *args)))
         _, found = watched(case, gpu)
-        return len(said) - len([each for each in found if each is not None])  # each of these is copied to the host
+        return len(said) - sum(each is not None for each in found)  # each of these is copied to the host
 
     # In the first step, tables are copied to the device, which are kept.
     assert waits(3) - waits(2) == race_cases.LAYERS
@@ -242,46 +198,150 @@ def test_the_host_waits_once_per_layer_on_rows_and_not_in_the_backward(monkeypat
 # ---- bytes of one storage
 
 
-def breaches(first: slice, second: slice, reads: bool = False, waits: bool = False) -> list[str]:
+def breaches(first: list[slice], second: slice, reads: bool, waits: bool = False) -> list[str]:
     """The rules that are broken where a stream writes elements and another one writes or reads elements."""
-    with pretending(Gpu()) as gpu:
-        memory = torch.zeros(4, 4, device="cuda")
-        side = gpu.make_stream()
-        side.wait_stream(gpu.current)
-        with gpu.on(side):
-            memory.view(-1)[first].fill_(1.0)
-        if waits:
-            gpu.current.wait_stream(side)
-        if reads:
-            memory.view(-1)[second].sum()
-        else:
-            memory.view(-1)[second].fill_(2.0)
-    return [each.rule for each in gpu.breaches]
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_two_streams_may_use_different_elements_of_one_storage(reads: bool) -> None:
-    assert breaches(slice(0, 8), slice(8, 16), reads) == []
-    assert breaches(slice(8, 16), slice(0, 8), reads) == []
-
-
-@pytest.mark.parametrize("reads", [False, True])
-def test_a_race_on_elements_that_both_have_is_reported(reads: bool) -> None:
-    assert breaches(slice(0, 9), slice(8, 16), reads) == ["order"]
-    assert breaches(slice(8, 16), slice(0, 16), reads) == ["order"]
-    assert breaches(slice(4, 5), slice(0, 16), reads) == ["order"]
-    # Of a tensor with gaps the first and the last element count, and what is between.
-    assert breaches(slice(0, 16, 5), slice(8, 9), reads) == ["order"]
-    assert breaches(slice(0, 9), slice(8, 16), reads, waits=True) == []
-
-
-def test_an_earlier_write_of_other_elements_is_not_forgotten() -> None:
     with pretending(Gpu()) as gpu:
         memory = torch.zeros(16, device="cuda")
         side = gpu.make_stream()
         side.wait_stream(gpu.current)
         with gpu.on(side):
-            memory[:8].fill_(1.0)
-            memory[8:].fill_(1.0)
-        memory[:4].sum()
-    assert [each.rule for each in gpu.breaches] == ["order"]
+            for each in first:
+                memory[each].fill_(1.0)
+        if waits:
+            gpu.current.wait_stream(side)
+        memory[second].sum() if reads else memory[second].fill_(2.0)
+    return [each.rule for each in gpu.breaches]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_two_streams_may_use_different_elements_of_one_storage_and_not_the_same(reads: bool) -> None:
+    assert breaches([slice(0, 8)], slice(8, 16), reads) == []
+    assert breaches([slice(8, 16)], slice(0, 8), reads) == []
+    assert breaches([slice(0, 9)], slice(8, 16), reads) == ["order"]
+    assert breaches([slice(4, 5)], slice(0, 16), reads) == ["order"]
+    # Of a tensor with gaps the first and the last element count, and what is between.
+    assert breaches([slice(0, 16, 5)], slice(8, 9), reads) == ["order"]
+    # An earlier write of other elements is not forgotten.
+    assert breaches([slice(0, 8), slice(8, 16)], slice(0, 4), reads) == ["order"]
+    assert breaches([slice(0, 9)], slice(8, 16), reads, waits=True) == []
+
+
+# ---- whole engines: each runs as one rank of several, the others of which give what this one gives
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a run on the pretended device has left."""
+
+    breaches: tuple[str, ...]
+    num_operations: int
+    lanes: str
+    hidden: int
+    losses: tuple[float, ...]
+
+
+def degrees(forward: int, backward: int) -> tuple[tuple[str, int], ...]:
+    return ("pipeline_degree.forward", forward), ("pipeline_degree.backward", backward)
+
+
+def on_the_device(run: Run, ranks: int, overlap: bool = True) -> Found:
+    """One engine of the first of so many ranks, whose device is the second of its machine."""
+    from tests.pretended_gpu.accelerator import accelerated
+
+    run = replace(run, block=(*BY_RULE, ("ops", "reference"), ("overlap", overlap), *run.block))
+    gpu = Gpu(index=1, is_set=False)
+    made = gradient_cases.batch
+    os.environ |= {"LOCAL_RANK": "1", "RANK": "0", "WORLD_SIZE": str(ranks)}
+    # Engines of earlier runs wait for the device when they are collected, wherever this one is then.
+    gc.collect()
+    gc.disable()
+    with world_of(ranks, rank=0), counts_come_back(), accelerated(), pretending(gpu):
+        gradient_cases.batch = lambda step, rank: tuple(each.cuda() for each in made(step, rank))
+        try:
+            with training(run, 0) as script:
+                for _ in range(run.steps):
+                    LOOPS[run.loop](script)
+                kind = type(script.engine.fsmoe.running.lanes).__name__
+        finally:
+            gradient_cases.batch = made
+            gc.enable()
+        losses = tuple(each.item() for each in script.seen.numbers["losses"])
+    return Found(tuple(map(str, gpu.breaches)), gpu.num_operations, kind, script.seen.hidden, losses)
+
+
+def problems(_: int, __: int, runs: list[tuple[int, Run]]) -> list[str]:
+    """What is wrong with runs of so many ranks, in words; in a process of its own."""
+    dist.destroy_process_group()  # the process's own
+    wrong = []
+    for ranks, run in runs:
+        streams, serial = on_the_device(run, ranks), on_the_device(run, ranks, overlap=False)
+        if streams.breaches:
+            wrong.append(f"{run.name}: {len(streams.breaches)} breaches, such as {streams.breaches[:3]}")
+        if streams.losses != serial.losses:
+            wrong.append(f"{run.name}: losses {streams.losses}, and one task after another {serial.losses}")
+        if streams.lanes != "StreamLanes" or streams.num_operations < 1000:
+            wrong.append(f"{run.name}: {streams.num_operations} operations on {streams.lanes}")
+        if run.mode in ("fixed_chunk", "dense_only") and run.loop == "plain" and not streams.hidden:
+            wrong.append(f"{run.name}: nothing travels in windows")
+    _give_back()
+    return wrong
+
+
+def _give_back() -> None:
+    """For whoever called, to be ended."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+
+
+KEPT = [
+    (4, Run(0, mode="fixed_chunk", features=GPT, block=(*degrees(2, 3), ("esp_size", 2), *TWO_NODES), steps=3)),
+    *draw("kept", [(2, Run(stage, mode="dense_only", block=degrees(2, 2), steps=3)) for stage in (1, 2)], 1),
+]
+OF_TRAINING = [each for each in whole_list() if "sparse" not in each.features]
+"""Those that gradients are compared with stock by. The memory of a sparse tensor's parts is not followed."""
+ALL = [
+    (1, Run(0, ep_size=1, block=degrees(2, 2))),
+    *((4, replace(run, steps=3)) for run in RUNS),
+    *((2 + 2 * (n % 2), replace(run, block=degrees(2, 2 + n % 3))) for n, run in enumerate(OF_TRAINING)),
+]
+
+
+def test_engines_keep_every_rule(tmp_path: Path) -> None:
+    (wrong,) = run_on_ranks(problems, 1, tmp_path, KEPT)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.long
+@sampled(("ranks", "run"), ALL, drawn=1, ids=lambda each: getattr(each, "name", str(each)))
+def test_engines_of_every_part_and_way_to_train_keep_every_rule(ranks: int, run: Run, tmp_path: Path) -> None:
+    (wrong,) = run_on_ranks(problems, 1, tmp_path, [(ranks, run)])
+    assert not wrong, "\n".join(wrong)
+
+
+def breaches_of_wrong_engines(_: int, __: int) -> tuple[list[str], list[str]]:
+    """Of one that leaves it to DeepSpeed to set the device, which does so once layers have been replaced; and of one
+    whose gradients are sent beside it before they are there."""
+    from ds_fsmoe.engine.engine import FSMoEEngine
+    from ds_fsmoe.gradients.background_lane import BackgroundStreams
+
+    def give(self: BackgroundStreams, between: bool, step: object, after: object) -> object:
+        with torch.cuda.stream(self._streams[between]), torch.no_grad():
+            step()
+            return self._now()
+
+    dist.destroy_process_group()
+    found, right = [], FSMoEEngine._configure_with_arguments
+    FSMoEEngine._configure_with_arguments = DeepSpeedEngine._configure_with_arguments
+    found.append(list(on_the_device(Run(0, steps=1), 2).breaches))
+    FSMoEEngine._configure_with_arguments, BackgroundStreams._give = right, give
+    found.append(list(on_the_device(Run(1, mode="dense_only", steps=2, block=degrees(2, 2)), 2).breaches))
+    _give_back()
+    return found[0], found[1]
+
+
+@pytest.mark.long
+def test_an_engine_on_no_device_and_gradients_that_are_sent_before_they_are_there_are_reported(tmp_path: Path) -> None:
+    """The device of a rank is 1, and 0 is current until somebody says otherwise."""
+    ((of_device, of_gradients),) = run_on_ranks(breaches_of_wrong_engines, 1, tmp_path)
+    assert any("device 0 of a rank whose device is 1" in each for each in of_device)
+    assert any("[order]" in each for each in of_gradients)
+    assert not any("of a rank whose device" in each for each in of_gradients)

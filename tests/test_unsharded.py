@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,11 @@ class Marked(GPTFeedForward):
         self.register_buffer("mark", torch.zeros(3, dtype=torch.bfloat16))
 
 
-def drawn(rank: int, case: Case = CASE) -> SmallModel:
+def filled(rank: int, case: Case, moe_class: type = MoE) -> SmallModel:
+    return SmallModel(case, rank, moe_class)
+
+
+def drawn(rank: int, case: Case) -> SmallModel:
     """As a script leaves it that draws weights, by another seed on every rank."""
     model = SmallModel(case, rank)
     torch.manual_seed(rank)
@@ -69,23 +72,19 @@ Losses = tuple[list[float], list[float]]
 
 
 def from_stocks_checkpoint(rank: int, folder: str) -> Losses:
-    stock = begin(drawn(rank), None)
+    stock = begin(drawn(rank, CASE), None)
     stock.save_checkpoint(folder, "stock")
-    cut = begin(drawn(rank + 9), CUT)
+    cut = begin(drawn(rank + 9, CASE), CUT)
     assert cut.load_checkpoint(folder, "stock", load_module_only=True)[0] is not None
     return train(rank, stock), train(rank, cut)
 
 
-def in_both(make: Callable[..., SmallModel], of_ours: Callable[..., SmallModel], case: Case = CASE) -> Any:
+def in_both(make: Callable[..., SmallModel], case: Case = CASE, **of_ours: Any) -> Callable[[int, str], Losses]:
     def losses(rank: int, folder: str) -> Losses:
-        ours = begin(of_ours(rank, case), CUT, case)
+        ours = begin(make(rank, case, **of_ours), CUT, case)
         return train(rank, begin(make(rank, case), None, case)), train(rank, ours)
 
     return losses
-
-
-def filled(rank: int, case: Case, moe_class: type = MoE) -> SmallModel:
-    return SmallModel(case, rank, moe_class)
 
 
 def neighbours_share_data(rank: int, folder: str) -> Losses:
@@ -95,42 +94,43 @@ def neighbours_share_data(rank: int, folder: str) -> Losses:
 
 
 WAYS: dict[str, Callable[[int, str], Losses]] = {
-    "filled": in_both(filled, filled),
-    "drawn": in_both(drawn, drawn),
-    "bf16, in our class": in_both(filled, partial(filled, moe_class=ds_fsmoe.MoE), replace(CASE, dtype="bf16")),
-    "drawn, every expert on every rank": in_both(drawn, drawn, replace(CASE, ep_size=1)),
+    "drawn": in_both(drawn),
+    "bf16, in our class": in_both(filled, replace(CASE, dtype="bf16"), moe_class=ds_fsmoe.MoE),
+    "drawn, every expert on every rank": in_both(drawn, replace(CASE, ep_size=1)),
     "neighbours share data": neighbours_share_data,
     "stock's checkpoint": from_stocks_checkpoint,
 }
 
 
-def train_in_both(rank: int, world_size: int, folder: str, ways: list[str]) -> dict[str, Losses]:
+def train_in_both(rank: int, world_size: int, folder: str, ways: list[str]) -> None:
     hurry()
     listening = Said()
     logger.addHandler(listening)
-    found = {way: WAYS[way](rank, folder) for way in ways}
+    for way in ways:
+        stocks, ours = WAYS[way](rank, folder)
+        assert ours == pytest.approx(stocks, rel=2e-2 if "bf16" in way else 2e-6), way
+        assert stocks[0] != stocks[1]
     assert not [each for each in listening.lines if WRONG_RULE in each]
-    return found
 
 
 def test_sharded_experts_begin_as_stocks_whether_filled_drawn_or_loaded(tmp_path: Path) -> None:
-    ways = draw("begins", list(WAYS), 2)
-    for found in run_on_ranks(train_in_both, 4, tmp_path / "ranks", str(tmp_path / "saved"), ways):
-        for name, (stocks, ours) in found.items():
-            assert ours == pytest.approx(stocks, rel=2e-2 if "bf16" in name else 2e-6), name
-            assert stocks[0] != stocks[1]
+    run_on_ranks(train_in_both, 4, tmp_path / "ranks", str(tmp_path / "saved"), draw("begins", list(WAYS), 2))
 
 
-def look(rank: int, world_size: int) -> dict[str, Any]:
+def look(rank: int, world_size: int) -> None:
     hurry()
     EXPERTS["marked"] = Marked
     marked = replace(CASE, expert="marked")
+
+    def expert_of(model: SmallModel, layer: int, index: int) -> nn.Module:
+        return model.moes[layer].deepspeed_moe.experts.deepspeed_experts[index]
+
     model = SmallModel(marked, rank)
-    for index, expert in enumerate(model.moes[0].deepspeed_moe.experts.deepspeed_experts):
-        expert.mark.fill_(2 * (rank % 2) + index)
+    for index in range(2):
+        expert_of(model, 0, index).mark.fill_(2 * (rank % 2) + index)
     engine = begin(model, CUT, marked)
-    experts = engine.module.moes[0].deepspeed_moe.experts.deepspeed_experts
-    found: dict[str, Any] = {"marks": [each.mark.tolist() for each in experts]}
+    for index in range(2):  # buffers go with their experts
+        assert expert_of(engine.module, 0, index).mark.tolist() == [2.0 * (rank // 2) + index] * 3
     kept = {name: each.clone() for name, each in engine.module.state_dict().items()}
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=SHARDS) as told:
@@ -142,23 +142,19 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     listening = Said()
     logger.addHandler(listening)
     begin(SmallModel(CASE, rank // 2), CUT).destroy()
-    found["warned"] = [each.partition(":")[0] for each in listening.lines if WRONG_RULE in each]
+    warned = [each.partition(":")[0] for each in listening.lines if WRONG_RULE in each]
+    assert warned == (["moes.0", "moes.1"] if rank == 0 else [])
 
     model = SmallModel(CASE, rank)
-    model.moes[1].deepspeed_moe.experts.deepspeed_experts[1].requires_grad_(rank % 2 == 1)
+    expert_of(model, 1, 1).requires_grad_(rank % 2 == 1)
     with pytest.raises(DisagreementError, match=r"moes\.1: frozen parameters of expert 1"):
         begin(model, CUT)
     model = SmallModel(marked, rank)
     if rank == 3:
-        model.moes[0].deepspeed_moe.experts.deepspeed_experts[0].mark = torch.zeros(4)
+        expert_of(model, 0, 0).mark = torch.zeros(4)
     with pytest.raises(DisagreementError, match=r"moes\.0: buffers of expert 0"):
         begin(model, CUT)
-    return found
 
 
 def test_what_cannot_be_handed_on_is_said_and_the_rest_is(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_on_ranks(look, 4, tmp_path)):
-        assert found["marks"] == [[2.0 * (rank // 2) + index] * 3 for index in range(2)], (
-            "buffers go with their experts"
-        )
-        assert found["warned"] == (["moes.0", "moes.1"] if rank == 0 else [])
+    run_on_ranks(look, 4, tmp_path)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import threading
 from pathlib import Path
@@ -78,9 +77,9 @@ def left_on(model: nn.Module) -> set[tuple[str, Any]]:
     return found
 
 
-def run_on(rank: int, world_size: int, stage: int, chunks: int) -> list[str]:
-    """What differs from stock of a model that is used when its engine has ended."""
-    said, found = [], {}
+def run_on(rank: int, world_size: int, stage: int, chunks: int) -> None:
+    """A model that is used when its engine has ended is stock's."""
+    found = {}
     for side, block in (("stock", STOCK), ("ours", {"num_chunks": chunks})):
         engine = engine_of(model_of("mixtral"), config(stage, **block))
         train(engine, rank, world_size, 0)
@@ -90,20 +89,18 @@ def run_on(rank: int, world_size: int, stage: int, chunks: int) -> list[str]:
         with torch.no_grad():
             through_engine = engine(input_ids=batch(9, 1)).logits
         found[side] = logits_of(model, rank), generated, through_engine
-        if side == "ours":
-            with pytest.raises(ds_fsmoe.LayerError, match=r"experts: backward after engine.destroy\(\).*make_whole"):
-                loss_of(model.train(), batch(rank, 1)).backward()
+    with pytest.raises(ds_fsmoe.LayerError, match=r"experts: backward after engine.destroy\(\).*make_whole"):
+        loss_of(model.train(), batch(rank, 1)).backward()
     for ours, theirs in zip(found["ours"], found["stock"], strict=True):
-        if ours.shape != theirs.shape or furthest(ours, theirs.float()) > 1e-5:
-            said.append(f"{list(ours.shape)} of {list(theirs.shape)} is off by {furthest(ours, theirs.float())}")
-    return said
+        assert ours.shape == theirs.shape
+        assert furthest(ours, theirs.float()) <= 1e-5
 
 
 @sampled(("stage", "chunks"), [(0, 1), (1, 2), (2, 2)])
 def test_after_destroy_a_model_runs_and_generates_on_all_ranks_as_stocks_does(
     stage: int, chunks: int, tmp_path: Path
 ) -> None:
-    assert run_on_ranks(run_on, 2, tmp_path, stage, chunks) == [[], []]
+    run_on_ranks(run_on, 2, tmp_path, stage, chunks)
 
 
 def made(kind: str) -> nn.Module:
@@ -114,28 +111,20 @@ Links = tuple[tuple[int, int], ...]
 """Of each engine that a model is given to: its stage of ZeRO, and the ranks that share experts."""
 
 
-def go_elsewhere(engine: Any, seed: int) -> None:
-    """Move experts to drawn ranks."""
+def from_engine_to_engine(rank: int, world_size: int, kind: str, links: Links, moves: bool) -> None:
+    """A model that is given to one engine after the other trains as on one process: every second one has ended before,
+    and where experts move they are elsewhere then. Stock's ZeRO 3 leaves what its other stages cannot take."""
     from tests.test_moved_experts import drawn, placements_of
 
-    placements = placements_of(engine)
-    placements.go_to({label: drawn(now, at + seed) for at, (label, now) in enumerate(placements.now.items())})
-    assert not all(each.is_at_start for each in placements.now.values())
-
-
-def from_engine_to_engine(rank: int, world_size: int, kind: str, links: Links, moves: bool) -> list[str]:
-    """What differs from one process, of a model that is given to one engine after the other: every second one has ended
-    before, and where experts move they are elsewhere then. Stock's ZeRO 3 leaves what its other stages cannot take."""
-    said, engine = [], None
-    model = made(kind)
+    engine, model = None, made(kind)
     reference = copy.deepcopy(model)
     optimizer = torch.optim.SGD(trained(reference), lr=0.2)
     for step, (stage, ep_size) in enumerate(links):
         block = {"placement": {"policy": "balanced", "every": 1000}} if moves else {"num_chunks": 1 + step % 2}
         before, given = engine, trained(model)
         engine = engine_of(model, config(stage, ep_size=ep_size, **block), given)
-        if step and links[step] == links[step - 1] and stage < 3 and {*map(id, given)} != {*map(id, trained(model))}:
-            said.append("parameters that lie as they are to lie were replaced")
+        if step and links[step] == links[step - 1] and stage < 3:  # parameters that lie as they are to lie stay
+            assert {*map(id, given)} == {*map(id, trained(model))}
         if before is not None:
             with pytest.raises(RuntimeError, match="given to another engine by ds_fsmoe"):
                 before(input_ids=batch(0, 1))
@@ -143,15 +132,15 @@ def from_engine_to_engine(rank: int, world_size: int, kind: str, links: Links, m
         optimizer.zero_grad()
         torch.stack(losses).mean().backward()
         optimizer.step()
-        (loss,) = train(engine, rank, world_size, step, 1)
-        if abs(loss - losses[rank].item()) > 1e-5 * losses[rank].item():
-            said.append(f"loss {step} is {loss} for {losses[rank].item()}")
+        assert train(engine, rank, world_size, step, 1) == [pytest.approx(losses[rank].item(), rel=1e-5)], step
         if moves:
-            go_elsewhere(engine, seed=3 + step)
+            placements = placements_of(engine)
+            placements.go_to({name: drawn(now, at + step) for at, (name, now) in enumerate(placements.now.items(), 3)})
+            assert not all(each.is_at_start for each in placements.now.values())
         if step % 2 or step == len(links) - 1:
             engine.destroy()
     whole = dict(ds_fsmoe.make_whole(model).named_parameters())
-    return said + differing(whole, dict(reference.named_parameters()), 1e-5)
+    assert differing(whole, dict(reference.named_parameters()), 1e-5) == []
 
 
 @sampled(
@@ -170,12 +159,11 @@ def from_engine_to_engine(rank: int, world_size: int, kind: str, links: Links, m
 def test_a_model_trains_on_from_engine_to_engine_as_on_one_process(
     world_size: int, kind: str, links: Links, moves: bool, tmp_path: Path
 ) -> None:
-    found = run_on_ranks(from_engine_to_engine, world_size, tmp_path, kind, links, moves)
-    assert found == [[]] * world_size
+    run_on_ranks(from_engine_to_engine, world_size, tmp_path, kind, links, moves)
 
 
-def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block: dict[str, Any]) -> list[str]:
-    """What differs of a model that was made whole from what its engine had."""
+def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block: dict[str, Any]) -> None:
+    """A model that was made whole is what its engine had, and nothing else hangs on it."""
     model, fresh = made(kind), made(kind)
     engine = engine_of(model, config(stage, **block), trained(model))
     train(engine, rank, world_size, 0)
@@ -192,19 +180,16 @@ def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block:
     with pytest.raises(RuntimeError, match="made whole by ds_fsmoe"):
         engine(input_ids=batch(0, 1))
     ds_fsmoe.make_whole(model)  # changes nothing
-    said = [f"state dict: {each}" for each in differing(model.state_dict(), told[0])]
-    said += [f"on the model: {each}" for each in left_on(model) ^ left_on(fresh)]
+    assert differing(model.state_dict(), told[0]) == []
+    assert left_on(model) ^ left_on(fresh) == set()
     if rank == 0:  # alone
-        loss_of(model.train(), batch(5, 1)).backward()
+        for each in (model.train(), fresh):
+            loss_of(each, batch(5, 1)).backward()
+        assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in fresh.parameters()]
         model.save_pretrained(folder)
         for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            if furthest(logits_of(copied), wanted_logits) > EXACT:
-                said.append(f"logits are off by {furthest(logits_of(copied), wanted_logits)}")
-        loss_of(fresh, batch(5, 1)).backward()
-        grads = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, fresh)]
-        said += [] if grads[0].keys() == grads[1].keys() else ["other parameters have gradients"]
+            assert furthest(logits_of(copied), wanted_logits) <= EXACT
     dist.barrier()
-    return said
 
 
 @sampled(
@@ -224,8 +209,7 @@ def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block:
 def test_make_whole_leaves_a_model_as_if_it_had_never_had_an_engine(
     world_size: int, kind: str, stage: int, block: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = run_on_ranks(whole, world_size, tmp_path / "ranks", str(tmp_path / "saved"), kind, stage, block)
-    assert found == [[]] * world_size
+    run_on_ranks(whole, world_size, tmp_path / "ranks", str(tmp_path / "saved"), kind, stage, block)
     if kind == "gpt_oss":
         from transformers import AutoModelForCausalLM
 
@@ -235,39 +219,36 @@ def test_make_whole_leaves_a_model_as_if_it_had_never_had_an_engine(
         )
 
 
-def counts() -> dict[str, int]:
-    return {
-        "process groups": len(dist.distributed_c10d._world.pg_map),
-        "threads": sum(each.name.startswith("fsmoe") for each in threading.enumerate()),
-    }
-
-
-def piles(rank: int, world_size: int, stage: int) -> list[str]:
-    """What there is more of with every engine that a model is given to."""
+def piles(rank: int, world_size: int, stage: int) -> None:
+    """No engine that a model is given to leaves more than the one before."""
     model, found = model_of("qwen3_moe"), []
     for number in range(3):
         engine = engine_of(model, config(stage, metrics="detailed", num_chunks=2, two_batch_overlap="on"))
         train(engine, rank, world_size, number, 1)
-        hooks = sum(len(value) for each in model.modules() for name, value in vars(each).items() if "_hooks" in name)
-        grads = sum(len(each._post_accumulate_grad_hooks or ()) for each in model.parameters())
         depth, method = 0, model.save_pretrained
         while method := getattr(method, "__wrapped__", None):
             depth += 1
-        found.append(counts() | {"hooks": hooks, "hooks of parameters": grads, "save_pretrained": depth})
+        counts = {
+            "process groups": len(dist.distributed_c10d._world.pg_map),
+            "threads": sum(each.name.startswith("fsmoe") for each in threading.enumerate()),
+            "hooks": sum(len(v) for each in model.modules() for name, v in vars(each).items() if "_hooks" in name),
+            "hooks of parameters": sum(len(each._post_accumulate_grad_hooks or ()) for each in model.parameters()),
+            "save_pretrained": depth,
+        }
+        found.append(counts)
     engine.destroy()
-    return [f"{found[1]} became {found[-1]}"] if found[1] != found[-1] else []
+    assert found[1] == found[-1]
 
 
 @sampled("stage", [0, 2, 3])
 def test_engines_one_after_the_other_leave_no_more_on_a_model_than_one(stage: int, tmp_path: Path) -> None:
-    assert run_on_ranks(piles, 2, tmp_path, stage) == [[], []]
+    run_on_ranks(piles, 2, tmp_path, stage)
 
 
-def copied(rank: int, world_size: int) -> list[str]:
-    """What a copy of a converted model says."""
-    said = []
+def copied(rank: int, world_size: int) -> None:
+    """A copy of a converted model is refused by name, and one of another model is not."""
     engine = engine_of(model_of("mixtral"), config(1))
-    for ended in (False, True):
+    for _ in range(2):
         for copy_of, part in (
             *((each, engine.module) for each in (copy.deepcopy, pickle.dumps, torch.optim.swa_utils.AveragedModel)),
             (copy.deepcopy, engine.module.model),
@@ -275,64 +256,58 @@ def copied(rank: int, world_size: int) -> list[str]:
             with pytest.raises(ds_fsmoe.LayerError, match=r"cannot be copied or pickled.*make_whole"):
                 copy_of(part)
         engine.destroy()
-        said += (
-            [f"{ended}"] if not isinstance(copy.deepcopy(SmallModel(Case(), rank, ds_fsmoe.MoE)), SmallModel) else []
-        )
+        assert isinstance(copy.deepcopy(SmallModel(Case(), rank, ds_fsmoe.MoE)), SmallModel)
     native = SmallModel(Case(ep_size=2), rank)
     engine_of(native, Case(ep_size=2).ds_config(fsmoe={"enabled": True}))
     for each in (native, native.moes):
         with pytest.raises(ds_fsmoe.LayerError, match=r"cannot be copied or pickled"):
             pickle.dumps(each)
-    return said
 
 
-def test_a_copy_of_a_converted_model_is_refused_by_name_and_one_made_before_is_not(tmp_path: Path) -> None:
-    assert run_on_ranks(copied, 2, tmp_path) == [[], []]
-
-
-def steps_of_small(engine: Any, rank: int, first: int) -> list[float]:
-    return train_steps(engine, rank, (first, first + 1))
-
-
-def of_deepspeeds_kind(rank: int, world_size: int, gate: dict[str, Any]) -> list[str]:
-    """What differs from one engine of layers of DeepSpeed's kind that go from engine to engine, the last one stock's.
+def of_deepspeeds_kind(rank: int, world_size: int, gate: dict[str, Any]) -> None:
+    """Layers of DeepSpeed's kind that go from engine to engine, the last one stock's, train on as in one engine.
 
     Stock itself refuses them a second time: "Attempting to override an existing ep_group"."""
     case, ours = Case(ep_size=2, stage=1, moe_options=(("use_rts", False),)), {"enabled": True} | gate
+
+    def engine_for(model: nn.Module, block: dict[str, Any]) -> Any:
+        return engine_of(model, case.ds_config(fsmoe=block))
+
+    def steps(engine: Any, first: int) -> list[float]:
+        return train_steps(engine, rank, (first, first + 1))
 
     def seen(model: nn.Module) -> float:
         return model(*small_batch(50, rank, torch.float32))[0].item()
 
     other = SmallModel(case, rank)
-    engine = engine_of(other, case.ds_config(fsmoe=ours if gate else STOCK))
-    wanted = [*steps_of_small(engine, rank, 0), seen(other), *steps_of_small(engine, rank, 2), seen(other)]
+    engine = engine_for(other, ours if gate else STOCK)
+    wanted = [*steps(engine, 0), seen(other), *steps(engine, 2), seen(other)]
     model, found = SmallModel(case, rank), []
     for first, block in ((0, ours), (2, ours | {"num_chunks": 2})):
-        engine = engine_of(model, case.ds_config(fsmoe=block))
-        found += steps_of_small(engine, rank, first)
+        engine = engine_for(model, block)
+        found += steps(engine, first)
         engine.destroy()
         found.append(seen(model))
     if gate:
         with pytest.raises(ds_fsmoe.LayerError, match="which DeepSpeed's own layer does not run"):
-            engine_of(model, case.ds_config(fsmoe=STOCK))
+            engine_for(model, STOCK)
     else:
-        wanted += steps_of_small(
-            other_engine := engine_of(ds_fsmoe.make_whole(other), case.ds_config(fsmoe=ours)), rank, 4
-        )
-        found += steps_of_small(engine_of(model, case.ds_config(fsmoe=STOCK)), rank, 4)
+        other_engine = engine_for(ds_fsmoe.make_whole(other), ours)
+        wanted += steps(other_engine, 4)
+        found += steps(engine_for(model, STOCK), 4)
         other_engine.destroy()
     kinds = {type(each.deepspeed_moe).__module__.split(".")[0] for each in ds_fsmoe.make_whole(model).moes}
-    said = [] if kinds == {"ds_fsmoe" if gate else "deepspeed"} else [f"{kinds}"]
-    return said + ([f"{found} for {wanted}"] if furthest(torch.tensor(found), torch.tensor(wanted)) > 1e-5 else [])
+    assert kinds == {"ds_fsmoe" if gate else "deepspeed"}
+    assert furthest(torch.tensor(found), torch.tensor(wanted)) <= 1e-5
 
 
 @sampled("gate", [{}, {"gate": {"type": "sigmoid"}}])
 def test_layers_of_deepspeeds_kind_outlive_their_engine(gate: dict[str, Any], tmp_path: Path) -> None:
-    assert run_on_ranks(of_deepspeeds_kind, 2, tmp_path, gate) == [[], []]
+    run_on_ranks(of_deepspeeds_kind, 2, tmp_path, gate)
 
 
-def refused(rank: int, world_size: int) -> list[str]:
-    """What a model says that one engine has left and another one has not taken."""
+def refused(rank: int, world_size: int) -> None:
+    """A model that one engine has left and another one has not taken says what it needs."""
     model = model_of("mixtral")
     engine = engine_of(model, config(0))
     with pytest.raises(ds_fsmoe.LayerError, match=r"experts has this rank's experts only.*make_whole\(model\)"):
@@ -345,14 +320,11 @@ def refused(rank: int, world_size: int) -> list[str]:
     with pytest.raises(ds_fsmoe.LayerError, match="has this rank's experts only, and its engine has ended"):
         model(input_ids=batch(0, 1))
     engine_of(ds_fsmoe.make_whole(model), config(0, enabled=False)).destroy()
-    return differing(model.state_dict(), told[0])
+    assert differing(model.state_dict(), told[0]) == []
 
 
-def test_a_model_between_two_engines_says_what_it_needs(tmp_path: Path) -> None:
-    assert run_on_ranks(refused, 2, tmp_path) == [[], []]
-
-
-def loaded_by_parts(rank: int, world_size: int) -> list[int]:
+def loaded_by_parts(rank: int, world_size: int) -> None:
+    """A model that was loaded by parts is never whole between two engines."""
     from transformers import AutoModelForCausalLM
 
     from tests.hf_families import config_of
@@ -361,55 +333,24 @@ def loaded_by_parts(rank: int, world_size: int) -> list[int]:
         model = AutoModelForCausalLM.from_config(config_of("mixtral"))
     with pytest.raises(ds_fsmoe.LayerError, match=r"make_whole: .* 2 of 4 experts and has had no engine"):
         ds_fsmoe.make_whole(model)
-    seen = []
     for number in range(2):
         given = list(model.parameters())
         engine = engine_of(model, config(1))
         train(engine, rank, world_size, number)
         engine.destroy()
-        seen.append([each is other for each, other in zip(given, model.parameters(), strict=True)])
-    assert all(map(all, seen))
-    assert model.get_submodule("model.layers.0.mlp.experts").down_proj.shape[0] == 2
+        assert all(each is other for each, other in zip(given, model.parameters(), strict=True))
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert experts.down_proj.shape[0] == 2
     ds_fsmoe.make_whole(model)
-    return list(model.get_submodule("model.layers.0.mlp.experts").down_proj.shape)
+    assert experts.down_proj.shape[0] == 4
 
 
-def test_a_model_that_was_loaded_by_parts_is_never_whole_between_two_engines(tmp_path: Path) -> None:
-    assert [each[0] for each in run_on_ranks(loaded_by_parts, 2, tmp_path)] == [4, 4]
+def between_engines(rank: int, world_size: int) -> None:
+    for uses in (refused, loaded_by_parts, copied):
+        uses(rank, world_size)
 
 
-TWO_TRAINERS = """
-import json, sys
-import torch
-from transformers import Trainer, TrainingArguments
-from tests.hf_families import model_of
-
-tokens = torch.randint(3, 100, (24, 12), generator=torch.Generator().manual_seed(0))
-rows = [{"input_ids": each, "labels": each} for each in tokens]
-model, losses = model_of("mixtral"), []
-ds = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
-ds |= {"zero_optimization": {"stage": 2}, "fsmoe": json.loads(sys.argv[-2])}
-for number in range(2):
-    given = dict(max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, report_to=[], seed=3)
-    given |= dict(save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant", deepspeed=ds)
-    trainer = Trainer(model, TrainingArguments("out", **given), train_dataset=rows)
-    trainer.train()
-    losses += [each["loss"] for each in trainer.state.log_history if "loss" in each]
-if trainer.is_world_process_zero():
-    open(sys.argv[-1], "w").write(json.dumps(losses))
-"""
-
-
-@pytest.mark.long
-def test_two_trainers_one_after_the_other_on_one_model_have_stocks_losses(tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from tests.test_hugging_face_trainers import on_ranks
-
-    script = tmp_path / "two_trainers.py"
-    script.write_text(TWO_TRAINERS)
-    blocks = {"stock": STOCK, "ours": {"enabled": True}}
-    runs = [(str(script), json.dumps(block), str(tmp_path / side)) for side, block in blocks.items()]
-    on_ranks(tmp_path, 2, runs)
-    stock, ours = (json.loads((tmp_path / side).read_text()) for side in blocks)
-    assert len(ours) == len(stock) == 6
-    assert ours == pytest.approx(stock, rel=1e-5)
+def test_a_model_between_two_engines_says_what_it_needs_is_never_whole_by_itself_and_is_not_copied(
+    tmp_path: Path,
+) -> None:
+    run_on_ranks(between_engines, 2, tmp_path)

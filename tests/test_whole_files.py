@@ -30,11 +30,13 @@ from tests.waiting import make_older
 FINGERPRINT = {"host": "here"}
 
 
+CLUSTER = Cluster("here", 1, 1, {}, Contention(0.0, 0.0, 0.0), 0.0, "")
+
+
 def keep(folder: Path) -> Path:
     """Measurements, in the cache."""
     cache = MeasurementCache(folder)
-    cluster = Cluster("here", 1, 1, {}, Contention(0.0, 0.0, 0.0), 0.0, "")
-    cache.write(FINGERPRINT, Measurements({}, {"some": 1.0}), cluster)
+    cache.write(FINGERPRINT, Measurements({}, {"some": 1.0}), CLUSTER)
     return cache.file_of(FINGERPRINT)
 
 
@@ -61,7 +63,7 @@ def point(folder: Path) -> Path:
 
 
 def make_page(folder: Path) -> Path:
-    runs.write_json(folder / runs.RUN, {"format": 1, "schedule": "best"})
+    record_run(folder)
     assert main(["report", str(folder)]) == 0
     return folder / "report.html"
 
@@ -89,19 +91,8 @@ def test_a_link_in_the_place_of_a_file_gives_way_to_it(write: Callable[[Path], P
     assert not [each.name for each in folder.iterdir() if each.name.endswith(".part") and not each.is_symlink()]
 
 
-def test_a_name_that_was_guessed_all_the_same_is_an_error(tmp_path: Path, monkeypatch) -> None:
-    victim, place = tmp_path / "victim", tmp_path / "place"
-    victim.write_text("mine")
-    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
-    (tmp_path / ".place.guessed.part").symlink_to(victim)
-    with pytest.raises(FileExistsError):
-        write_whole(place, "text")
-    assert victim.read_text() == "mine"
-    assert not place.exists()
-
-
-def test_a_file_is_written_whole_over_another_or_not_at_all(tmp_path: Path) -> None:
-    path = tmp_path / ("x" * 255)
+def test_a_file_is_written_whole_over_another_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, victim = tmp_path / ("x" * 255), tmp_path / "victim"
     for text in ("a longer text", "short"):
         write_whole(path, text)
         assert path.read_text() == text
@@ -115,6 +106,14 @@ def test_a_file_is_written_whole_over_another_or_not_at_all(tmp_path: Path) -> N
         fail()
     assert path.read_text() == "short"
     assert list(tmp_path.iterdir()) == [path]
+    # A name that was guessed all the same is an error.
+    victim.write_text("mine")
+    monkeypatch.setattr(secrets, "token_hex", lambda size: "guessed")
+    (tmp_path / ".place.guessed.part").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_whole(tmp_path / "place", "text")
+    assert victim.read_text() == "mine"
+    assert not (tmp_path / "place").exists()
 
 
 def test_lines_are_not_added_to_what_a_link_names(tmp_path: Path) -> None:
@@ -126,54 +125,52 @@ def test_lines_are_not_added_to_what_a_link_names(tmp_path: Path) -> None:
 
 
 def within_a_minute(do: Callable[[], Any]) -> Any:
-    """What it returns; in a thread, for a pipe keeps whoever waits at it for ever."""
+    """What it returns, or the error; in a thread, for a pipe keeps whoever waits at it for ever."""
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(do()), daemon=True)
+
+    def call() -> None:
+        try:
+            found.append(do())
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(60)
     assert found, "it waits"
     return found[0]
 
 
-def error_of(do: Callable[[], Any]) -> str:
-    try:
-        return f"no error, but {do()!r}"
-    except OSError as error:
-        return str(error)
-
-
-def test_pipes_and_devices_are_neither_read_nor_waited_at_nor_replaced(tmp_path: Path, caplog) -> None:
-    pipe, device = tmp_path / "pipe", tmp_path / "device"
+def test_pipes_and_devices_are_neither_read_nor_waited_at_nor_replaced(tmp_path: Path, capsys: Any) -> None:
+    pipe, device, folder = tmp_path / "pipe", tmp_path / "device", tmp_path / "cache"
     os.mkfifo(pipe)
     device.symlink_to("/dev/zero")
-    for path in (pipe, device):
-        assert "is not a regular file" in within_a_minute(lambda path=path: error_of(lambda: read_regular(path)))
-    for path in (pipe, Path("/dev/full")):
-        assert "is not a regular file" in within_a_minute(lambda path=path: error_of(lambda: write_whole(path, "x")))
+    for refused in (
+        lambda: read_regular(pipe),
+        lambda: read_regular(device),
+        lambda: write_whole(pipe, "x"),
+        lambda: write_whole(Path("/dev/full"), "x"),
+    ):
+        assert "is not a regular file" in str(within_a_minute(refused))
     # Nobody reads at the other end, so it cannot be opened; were there somebody, it would be refused.
-    assert "No such device" in within_a_minute(lambda: error_of(lambda: append_to(pipe, "x")))
-    folder = tmp_path / "cache"
-    place = keep(folder)
+    assert "No such device" in str(within_a_minute(lambda: append_to(pipe, "x")))
+    place, cache = keep(folder), MeasurementCache(folder)
     for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         place.unlink()
         put(place)
-        cache = MeasurementCache(folder)
-        assert within_a_minute(lambda cache=cache: [cache.read(FINGERPRINT)]) == [None]
+        assert within_a_minute(lambda: [cache.read(FINGERPRINT)]) == [None]
         within_a_minute(lambda: keep(folder))
         place.unlink()
         keep(folder)
         assert cache.read(FINGERPRINT) is not None
-
-
-def test_a_record_with_pipes_in_it_is_shown_without_them(tmp_path: Path, capsys) -> None:
     record_run(tmp_path)
-    os.mkfifo(tmp_path / runs.STEPS)
-    os.mkfifo(tmp_path / runs.PLANS)
+    for name in (runs.STEPS, runs.PLANS):
+        os.mkfifo(tmp_path / name)
     assert within_a_minute(lambda: [main(["report", str(tmp_path)])]) == [0]
     assert f"{runs.STEPS} cannot be read" in capsys.readouterr().out
 
 
-def test_a_host_may_have_any_name(tmp_path: Path, monkeypatch) -> None:
+def test_a_host_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "../a/b\n<c>")
     for write in (keep, report_error, record_run, save_trace):
         assert write(tmp_path).is_file()

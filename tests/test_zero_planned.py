@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -52,38 +52,40 @@ def count_in(counted: Counter[str]) -> None:
         setattr(dist, name, functools.wraps(function)(collective))
 
 
-def sent(rank: int, world_size: int, stage: int, block: dict[str, Any] | None, zero: dict[str, Any]) -> dict[str, int]:
-    """The bytes that a step sends by each collective: with stock DeepSpeed, or with a block of ours."""
+class Job(NamedTuple):
+    stage: int
+    block: dict[str, Any] | None = None
+    """Of ours; without one, stock DeepSpeed's layers."""
+    zero: dict[str, int] | None = None
+
+
+def sent(rank: int, world_size: int, jobs: list[Job]) -> list[dict[str, int]]:
+    """The bytes that a step of each job sends by each collective."""
     counted: Counter[str] = Counter()
     count_in(counted)
-    import deepspeed
     from transformers import AutoModelForCausalLM
 
-    import ds_fsmoe
+    from tests.test_hugging_face import ds_config, engine_of
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage} | zero,
-    }
-    if block is not None:
-        config["fsmoe"] = {"enabled": True, "autotune": False} | block
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(FAMILY))
-    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-    engine = initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-    for _ in range(STEPS):
-        counted.clear()
-        for _ in range(MICRO_BATCHES):
-            x = torch.randint(3, 900, (1, 16), generator=torch.Generator().manual_seed(rank))
-            engine.backward(engine(input_ids=x, labels=x).loss)
-            engine.step()
-        if block is not None:
-            engine.fsmoe.wait_for_parameters()  # otherwise some are sent in the next step
-    found = dict(counted)
-    engine.destroy()
+    found = []
+    for stage, block, zero in jobs:
+        config = ds_config(stage, autotune=False, **(block or {}))
+        config["fsmoe"] = {"enabled": False} if block is None else config["fsmoe"]
+        config["gradient_accumulation_steps"] = MICRO_BATCHES
+        config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+        config["zero_optimization"] |= zero or {}
+        torch.manual_seed(0)
+        engine = engine_of(AutoModelForCausalLM.from_config(config_of(FAMILY)), config)
+        for _ in range(STEPS):
+            counted.clear()
+            for _ in range(MICRO_BATCHES):
+                x = torch.randint(3, 900, (1, 16), generator=torch.Generator().manual_seed(rank))
+                engine.backward(engine(input_ids=x, labels=x).loss)
+                engine.step()
+            if block is not None:
+                engine.fsmoe.wait_for_parameters()  # otherwise some are sent in the next step
+        found.append(dict(counted))
+        engine.destroy()
     return found
 
 
@@ -101,38 +103,29 @@ def planned(stage: int, ep: int, **options: int) -> Counter[str]:
     return found
 
 
-ALL_AGAIN = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
-KEPT = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+ALL_AGAIN = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+KEPT = {"stage3_max_reuse_distance": 1_000_000_000, "stage3_prefetch_bucket_size": 0}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize(("zero", "options"), [(ALL_AGAIN, {"max_reuse": 0}), (KEPT, {})], ids=["again", "kept"])
-def test_stage_3_gathers_and_scatters_in_every_micro_batch_what_is_planned(
-    zero: dict[str, int], options: dict[str, int], ep: int, tmp_path: Path
-) -> None:
-    found = run_on_ranks(sent, WORLD, tmp_path, 3, {"ep_size": ep}, zero)[0]
-    plan = planned(3, ep, persistence=0, **options)
-    assert found["all_gather"] == MICRO_BATCHES * (plan[PARAMETERS] + plan[EXPERT_PARAMETERS])
-    assert found["reduce_scatter"] == MICRO_BATCHES * (plan[GRAD_PARTS] + plan[EXPERT_GRAD_PARTS])
+def test_stage_3_gathers_and_scatters_in_every_micro_batch_what_is_planned(tmp_path: Path) -> None:
+    ways = [(ep, zero, options) for ep in (1, 2) for zero, options in ((ALL_AGAIN, {"max_reuse": 0}), (KEPT, {}))]
+    jobs = [Job(3, {"ep_size": ep}, zero) for ep, zero, _ in ways]
+    for found, (ep, _, options) in zip(run_on_ranks(sent, WORLD, tmp_path, jobs)[0], ways, strict=True):
+        plan = planned(3, ep, persistence=0, **options)
+        assert found["all_gather"] == MICRO_BATCHES * (plan[PARAMETERS] + plan[EXPERT_PARAMETERS])
+        assert found["reduce_scatter"] == MICRO_BATCHES * (plan[GRAD_PARTS] + plan[EXPERT_GRAD_PARTS])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 2])
-def test_stock_sums_once_a_step_at_stage_1_and_in_every_micro_batch_at_stage_2(stage: int, tmp_path: Path) -> None:
-    found = run_on_ranks(sent, WORLD, tmp_path, stage, None, {})[0]
-    plan = planned(stage, 1)
-    gradients = plan["GRAD"] + plan["EXPERT_GRAD"]
-    assert found["all_reduce"] == gradients * (MICRO_BATCHES if stage == 2 else 1)
-    assert found["all_gather"] == plan[PARAMETERS] + plan[EXPERT_PARAMETERS] == gradients
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 2])
-def test_ours_sums_once_a_step_at_stage_1_and_in_every_micro_batch_at_stage_2(stage: int, tmp_path: Path) -> None:
-    found = run_on_ranks(sent, WORLD, tmp_path, stage, {"ep_size": 1}, {})
-    plan = planned(stage, 1)
-    summed, gathered = plan["GRAD"] + plan["EXPERT_GRAD"], plan[PARAMETERS] + plan[EXPERT_PARAMETERS]
-    # Each rank gives all its gradients to their owners, and what it owns of the parameters to all others.
-    times = MICRO_BATCHES if stage == 2 else 1
-    assert sum(each["exchange"] for each in found) == times * WORLD * summed + (WORLD - 1) * gathered
+def test_stock_and_ours_sum_once_a_step_at_stage_1_and_in_every_micro_batch_at_stage_2(tmp_path: Path) -> None:
+    jobs = [Job(stage, block) for stage in (1, 2) for block in (None, {"ep_size": 1})]
+    of_ranks = run_on_ranks(sent, WORLD, tmp_path, jobs)
+    for stage, stock, ours in ((1, 0, 1), (2, 2, 3)):
+        times, plan = MICRO_BATCHES if stage == 2 else 1, planned(stage, 1)
+        summed, gathered = plan["GRAD"] + plan["EXPERT_GRAD"], plan[PARAMETERS] + plan[EXPERT_PARAMETERS]
+        assert of_ranks[0][stock]["all_reduce"] == times * summed
+        assert of_ranks[0][stock]["all_gather"] == gathered == summed
+        # Each rank gives all its gradients to their owners, and what it owns of the parameters to all others.
+        exchanged = sum(each[ours]["exchange"] for each in of_ranks)
+        assert exchanged == times * WORLD * summed + (WORLD - 1) * gathered

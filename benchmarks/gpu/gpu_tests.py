@@ -20,7 +20,7 @@ SINGLE = {
     "crash": ("tests/test_gpu_layer.py", "tests/test_gpu_one_rank.py"),
 }
 """Stage -> files whose tests it runs one by one."""
-FIRST = ("test_gpu_ops", "test_gpu_one_rank", "test_gpu_engine", "test_bench_gpu", "test_gpu_lanes")
+FIRST = ("test_gpu_ops", "test_gpu_one_rank", "test_gpu_ranks", "test_bench_gpu", "test_gpu_lanes")
 """Those that take long."""
 BESIDE, MOST_ALONE, RESERVE_S = 6, 12, 8.0
 
