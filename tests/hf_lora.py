@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.hf_families import batch, model_of
-from tests.test_hugging_face import TOLERANCE, engine_of, furthest
+from tests.test_hugging_face import TOLERANCE, differing_gradients, engine_of, furthest
 
 ATTENTION = ["q_proj", "v_proj"]
 BOTH = ("up", "down")
@@ -74,31 +74,6 @@ def step(engine: Any, x: torch.Tensor, rank: int) -> float:
     return loss.item()
 
 
-def part_for(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Of a whole tensor, what a rank has of it."""
-    from ds_fsmoe.checkpoint_files.expert_parts import part_of
-
-    part = part_of(parameter)
-    return whole if part is None else part.take(whole)
-
-
-def differing_gradients(engine: Any, reference: nn.Module, tolerance: float = TOLERANCE) -> Iterator[str]:
-    from deepspeed.utils import safe_get_full_grad
-
-    wanted = {name: each.grad for name, each in reference.named_parameters() if each.requires_grad}
-    own = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
-    if wanted.keys() != own.keys():
-        yield f"other parameters train: {sorted(wanted.keys() ^ own.keys())}"
-    for name, parameter in own.items():
-        if wanted[name] is None:
-            continue
-        found = safe_get_full_grad(parameter)
-        # Without ZeRO it is the parameter's own.
-        whole = wanted[name] if engine.zero_optimization_stage() else part_for(parameter, wanted[name])
-        if not furthest(found, whole) <= tolerance:
-            yield f"gradient of {name} is off by {furthest(found, whole):.1e}"
-
-
 def differing_weights(engine: Any, reference: nn.Module) -> Iterator[str]:
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
@@ -114,7 +89,7 @@ def differing_weights(engine: Any, reference: nn.Module) -> Iterator[str]:
 
 
 def train(engine: Any, reference: nn.Module, rank: int, world_size: int, steps: int, lr: float) -> Iterator[str]:
-    """Take steps of SGD on both, and say what differs."""
+    """Take steps of SGD on both; what differs, of losses and of the first gradients."""
     optimizer = torch.optim.SGD(trained(reference), lr=lr)
     for number in range(steps):
         x = batch(number, world_size)
@@ -123,6 +98,8 @@ def train(engine: Any, reference: nn.Module, rank: int, world_size: int, steps: 
         torch.stack(losses).mean().backward()
         optimizer.step()
         loss = step(engine, x, rank)
+        if number == 0:
+            yield from differing_gradients(engine, reference, 3 * TOLERANCE)
         engine.step()
         if not abs(loss - losses[rank].item()) <= TOLERANCE * losses[rank].item():
             yield f"step {number}: loss {loss} for {losses[rank].item()}"

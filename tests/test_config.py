@@ -26,21 +26,11 @@ WHOLE_BLOCK = json.loads(FSMoEBlock(enabled=True).model_dump_json()) | {
 """Every field, in the words and values of its default."""
 
 
-def test_enabled_alone_is_a_valid_block() -> None:
+def test_a_block_may_be_one_word_or_whole_and_one_that_is_disabled_is_not_asked_what_this_version_can_do() -> None:
     assert read_block({"fsmoe": {"enabled": True}}) == FSMoEBlock(enabled=True)
-
-
-def test_the_whole_block_is_valid() -> None:
     assert read_block({"fsmoe": WHOLE_BLOCK}).gate.k == 3
-
-
-def test_no_block_is_none() -> None:
     assert read_block({"train_batch_size": 8}) is None
-
-
-@pytest.mark.parametrize("block", [{"enabled": False}, {"enabled": False, "schedule": "tutel", "order": "einsum"}])
-def test_a_disabled_block_is_not_asked_what_this_version_can_do(block: dict) -> None:
-    assert read_block({"fsmoe": block}).enabled is False
+    assert read_block({"fsmoe": {"enabled": False, "schedule": "tutel", "order": "einsum"}}).enabled is False
 
 
 @pytest.mark.parametrize(
@@ -48,9 +38,7 @@ def test_a_disabled_block_is_not_asked_what_this_version_can_do(block: dict) -> 
     [
         ({"enable": True}, "fsmoe.enable: unknown key; did you mean 'enabled'?"),
         ({"Enabled": True, "schedule": "best"}, "fsmoe.Enabled: unknown key; did you mean 'enabled'?"),
-        ({"enabled": False, "gat": 3}, "fsmoe.gat: unknown key; did you mean 'gate'?"),
         ({"enabled": False, "schedule": "a newer one"}, 'fsmoe.schedule = "a newer one": must be'),
-        ({"schedule": "best"}, 'fsmoe.enabled is missing: write "enabled": true, or false for stock DeepSpeed'),
         ({}, 'fsmoe.enabled is missing: write "enabled": true, or false for stock DeepSpeed'),
     ],
 )
@@ -63,73 +51,29 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
 @pytest.mark.parametrize(
     ("written", "sentence"),
     [
-        ({"gat": {}}, "fsmoe.gat: unknown key; did you mean 'gate'?"),
-        ({"gate": {"kk": 1}}, "fsmoe.gate.kk: unknown key; did you mean 'top_k'?"),
+        # Those of test_mistakes.py are not repeated.
         ({"debug": {"zzz": 1}}, "fsmoe.debug.zzz: unknown key; the keys are check_every, hang_timeout_s"),
-        ({"ep_size": 0}, "fsmoe.ep_size = 0: must be"),
-        ({"num_experts": 2}, "fsmoe.num_experts: unknown key; it is an argument of MoE(...)"),
-        ({"top_k": 2}, "fsmoe.top_k: unknown key; write it as fsmoe.gate.top_k"),
         ({"gate": {"topk": 2}}, "fsmoe.gate.topk: unknown key; write it as fsmoe.gate.top_k"),
-        ({"num_chunk": 2}, "fsmoe.num_chunk: unknown key; did you mean 'num_chunks'?"),
-        ({"degree": 2}, "fsmoe.degree: unknown key; write it as fsmoe.num_chunks"),
-        ({"chunks": 2}, "fsmoe.chunks: unknown key; write it as fsmoe.num_chunks"),
         ({"pipeline_degre": 2}, "fsmoe.pipeline_degre: unknown key; did you mean 'num_chunks'?"),
         (
             {"gate": {"type": "deepseek", "num_experts_per_tok": 2}},
             'fsmoe.gate.num_experts_per_tok = 2: the gate "deepseek" has no such option; write it as fsmoe.gate.top_k',
         ),
-        ({"k": 2}, "fsmoe.k: unknown key; write it as fsmoe.gate.top_k"),
-        (
-            {"gate": {"esp_size": 2}},
-            "fsmoe.gate.esp_size: unknown key; write it as fsmoe.expert_tensor_parallel_size",
-        ),
+        ({"gate": {"esp_size": 2}}, "fsmoe.gate.esp_size: unknown key; write it as fsmoe.expert_tensor_parallel_size"),
         ({"cache_dir": "x"}, "fsmoe.cache_dir: unknown key; write it as fsmoe.autotune.cache_dir"),
         ({"gate": {"enabled": True}}, "fsmoe.gate.enabled: unknown key; the keys are type, top_k, capacity_factor"),
-        ({"enabled": "yes"}, 'fsmoe.enabled = "yes": must be a boolean'),
         ({"enabled": 1}, "fsmoe.enabled = 1: must be a boolean"),
-        ({"expert_parallel_size": 4}, "fsmoe.expert_parallel_size: unknown key; it is ep_size, an argument of MoE"),
-        (
-            {"schedule": "fsmoo"},
-            "fsmoe.schedule = \"fsmoo\": unknown value; did you mean 'fsmoe'?",
-        ),
         ({"ops": "torch"}, "fsmoe.ops = \"torch\": must be 'auto', 'plain', 'reference' or 'required'"),
-        ({"esp_size": "2"}, 'fsmoe.esp_size = "2": must be an integer'),
-        ({"esp_size": 0}, "fsmoe.esp_size = 0: must be greater than or equal to 1"),
         ({"esp_size": True}, "fsmoe.esp_size = true: must be an integer"),
-        ({"gate": {"capacity_factor": 0}}, "fsmoe.gate.capacity_factor = 0: must be greater than 0"),
         ({"gate": {"capacity_factor": float("inf")}}, "fsmoe.gate.capacity_factor = Infinity: must be a finite number"),
         ({"gate": {"drop_tokens": None}}, "fsmoe.gate.drop_tokens = null: must be a boolean"),
-        ({"gate": {"k": None}}, "fsmoe.gate.k = null: must be an integer"),
         ({"gate": {"type": "auto"}}, 'fsmoe.gate.type = "auto": no such part; the choices are deepseek, expert'),
         ({"plugins": [""]}, 'fsmoe.plugins = "": cannot be imported'),
-        ({"gate": {"drop_policy": "best"}}, "fsmoe.gate.drop_policy = \"best\": must be 'probs' or 'position'"),
         ({"gate": 3}, "fsmoe.gate = 3: must be an object or the name of a gate"),
-        ({"gate": "gshart"}, "fsmoe.gate = \"gshart\": no such part; did you mean 'gshard'?"),
         ({"autotune": 1}, 'fsmoe.autotune = 1: must be an object or "auto", true or false'),
         ({"autotune": "on"}, "fsmoe.autotune = \"on\": must be a boolean or 'auto'"),
         ({"debug": True}, "fsmoe.debug = true: must be an object"),
-        ({"pipeline_degree": {"forward": 0}}, "fsmoe.pipeline_degree.forward = 0: must be greater than or equal to 1"),
-        (
-            {"pipeline_degree": {"forward": 1000}},
-            "fsmoe.pipeline_degree.forward = 1000: must be less than or equal to 256",
-        ),
-        (
-            {"pipeline_degree": {"max": 1000}},
-            "fsmoe.pipeline_degree.max = 1000: must be less than or equal to 256",
-        ),
-        (
-            {"pipeline_degree": {"backward": "x"}},
-            "fsmoe.pipeline_degree.backward = \"x\": must be an integer or 'auto'",
-        ),
-        ({"hooks": "a.b"}, 'fsmoe.hooks = "a.b": must be a list'),
-        ({"plugins": ["no.such"]}, "fsmoe.plugins = \"no.such\": cannot be imported: No module named 'no'"),
-        ({"order": "einsun"}, "fsmoe.order = \"einsun\": no such part; did you mean 'einsum'?"),
-        ({"alltoall": "3dh"}, "fsmoe.alltoall = \"3dh\": no such part; did you mean '2dh'?"),
-        ({"gate": {"type": "gshart"}}, "fsmoe.gate.type = \"gshart\": no such part; did you mean 'gshard'?"),
-        (
-            {"schedule": "deepspeed", "pipeline_degree": {"forward": 2}},
-            'fsmoe.pipeline_degree.forward = 2: must be 1 or "auto" with fsmoe.schedule = "deepspeed"',
-        ),
+        ({"pipeline_degree": {"max": 1000}}, "fsmoe.pipeline_degree.max = 1000: must be less than or equal to 256"),
         (
             {"schedule": "tutel", "pipeline_degree": {"forward": 2, "backward": 3}},
             'fsmoe.pipeline_degree = 2 forward and 3 backward: must be equal with fsmoe.schedule = "tutel"',
@@ -149,26 +93,16 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence(block: dict, sentence
             'fsmoe.gradient_partition.chunk_bytes = 1000: only with mode = "fixed_chunk" or "micro_ops", and it is '
             '"adaptive"',
         ),
-        ({"gradient_partition": {"mode": "off", "solver": "de"}}, 'only with mode = "adaptive", and it is "off"'),
         (
             {"autotune": {"enabled": False, "cache_dir": "x"}},
             'fsmoe.autotune.cache_dir = "x": only with fsmoe.autotune.enabled = true or "auto", and it is false',
         ),
-        (
-            {"autotune": {"enabled": False, "details": True}},
-            "fsmoe.autotune.details = true: only with fsmoe.autotune.enabled = true",
-        ),
         ({"num_chunks": {"max": 8}, "autotune": {"enabled": False}}, "fsmoe.num_chunks.max = 8: only with"),
         ({"deterministic": True, "autotune": {"trials": 5}}, "deterministic = true measures nothing"),
-        ({"autotune": {"enabled": True}, "deterministic": True}, "tuning depends on timings; remove one"),
         # What lina chooses is not given by hand as well.
         (
             {"schedule": "lina", "num_chunks": {"forward": 2}},
             'fsmoe.num_chunks = 2 forward and auto backward: must be equal with fsmoe.schedule = "lina"',
-        ),
-        (
-            {"placement": {"policy": "lina"}, "ep_size": 2},
-            'fsmoe.ep_size = 2: must be "auto" with fsmoe.placement.policy = "lina"',
         ),
     ],
 )
@@ -217,15 +151,6 @@ def test_every_field_is_read_somewhere() -> None:
     assert unread(FSMoEBlock) == []
 
 
-def test_all_problems_are_told_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True, "schedule": "tutel", "order": "einsun", "autotune": False}})
-    lines = str(caught.value).splitlines()
-    assert lines[0] == "3 problems:"
-    degrees = ["fsmoe.num_chunks.forward", "fsmoe.num_chunks.backward"]
-    assert [line.split(" = ")[0] for line in lines[1:]] == ["fsmoe.order", *degrees]
-
-
 def test_several_unknown_keys_list_the_known_ones_once() -> None:
     with pytest.raises(ConfigError) as caught:
         read_block({"fsmoe": {"enabled": True, "zzz": 1, "yyy": 2, "num_experts": 3, "debug": {"xxx": 1}}})
@@ -257,9 +182,7 @@ def test_the_largest_degree_is_the_planners() -> None:
         ({"fp16": {"enabled": True}}, "cpu", "fp16.enabled = true on a CPU"),
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "cpu", "torch_autocast.dtype = float16 on a CPU"),
         ({"fp16": {"enabled": True}}, "cuda", ""),
-        ({"fp16": {"enabled": False}, "bf16": {"enabled": True}}, "cpu", ""),
-        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "cpu", ""),
-        ({}, "cpu", ""),
+        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "cpu", ""),
     ],
 )
 def test_half_precision_on_a_cpu_is_said_to_be_untested(blocks: dict, device_type: str, words: str) -> None:
@@ -267,9 +190,7 @@ def test_half_precision_on_a_cpu_is_said_to_be_untested(blocks: dict, device_typ
     assert [each.startswith(words) for each in said] == [True] * bool(words)
 
 
-@pytest.mark.parametrize(
-    "key", ["fs_moe", "fsMoE", "FSMOE", "fs-moe", "fsmeo", "fsmo", "fmoe", "ds_fsmoe", "fsmoe_config"]
-)
+@pytest.mark.parametrize("key", ["fsMoE", "fs-moe", "fsmeo", "fmoe", "ds_fsmoe", "fsmoe_config"])
 def test_a_misspelt_block_is_an_error(key: str) -> None:
     with pytest.raises(ConfigError, match='did you mean "fsmoe"'):
         read_block({key: {"enabled": True}})
@@ -277,7 +198,6 @@ def test_a_misspelt_block_is_an_error(key: str) -> None:
 
 def test_no_key_of_deepspeed_is_taken_for_a_misspelt_block() -> None:
     import inspect
-    import re
 
     from deepspeed.runtime import config, constants
 
@@ -286,7 +206,7 @@ def test_no_key_of_deepspeed_is_taken_for_a_misspelt_block() -> None:
     read_block(dict.fromkeys(words))
 
 
-@pytest.mark.parametrize("written", [3, "on", ["enabled"], None])
+@pytest.mark.parametrize("written", [3, ["enabled"], None])
 def test_a_block_that_is_no_object_is_an_error(written: object) -> None:
     with pytest.raises(ConfigError, match=r'^fsmoe = .*: must be an object, for example \{"enabled": true\}'):
         read_block({"fsmoe": written})
@@ -312,7 +232,6 @@ def layer(num_experts: int = 8, ep_size: int = 2, k: int = 1) -> SimpleNamespace
     ("gate", "made", "sentence"),
     [
         ({"k": 0}, layer(), "fsmoe.gate.top_k = 0: must be between 1 and num_experts (8 in h.0)"),
-        ({"k": 9}, layer(), "fsmoe.gate.top_k = 9: must be between 1 and num_experts (8 in h.0)"),
         ({"drop_policy": "probs"}, layer(k=2), 'fsmoe.gate.drop_policy = "probs": for k >= 3 only; k = 2 in h.0'),
         ({}, layer(ep_size=8), "h.0.ep_size = 8: must divide the 4 ranks; for 8 experts the choices are 1, 2, 4"),
     ],
@@ -342,18 +261,13 @@ def test_blocks_of_deepspeed_that_clash_are_refused(blocks: dict, sentence: str)
     assert str(caught.value).startswith("with fsmoe.enabled = true: ")
 
 
-@pytest.mark.parametrize(
-    "blocks",
-    [
-        {},
+def test_blocks_of_deepspeed_that_go_along_are_not_refused() -> None:
+    for blocks in (
         {"zero_optimization": True},
         {"tensor_parallel": {"autotp_size": 1}},
         {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}},
-        {"bf16": {"enabled": True}},
-    ],
-)
-def test_blocks_of_deepspeed_that_go_along_are_not_refused(blocks: dict) -> None:
-    check_deepspeed_blocks(blocks)
+    ):
+        check_deepspeed_blocks(blocks)
 
 
 def lines_of(written: dict[str, Any], **beside: Any) -> list[str]:
@@ -441,19 +355,12 @@ def test_a_check_of_fields_together_reads_what_it_says_and_nothing_else(check: A
     [
         ({"gate": 3}, '{"type": "mixtral"}'),
         ({"num_chunks": [2]}, '{"forward": 2, "backward": 4}'),
-        ({"num_chunks": "x"}, "2"),
-        ({"debug": True}, '{"check_router": true}'),
-        ({"plugins": "mine"}, '["my_package.my_parts"]'),
         ({"plugins": [3]}, '"my_package.my_parts"'),
         ({"gate": {"capacity_factor": "much"}}, "1.25"),
-        ({"metrics_every": "often"}, "10"),
     ],
 )
-def test_a_value_of_another_kind_is_answered_with_an_example(written: dict, example: str) -> None:
+def test_a_value_of_another_kind_is_answered_with_an_example_where_no_choices_are(written: dict, example: str) -> None:
     assert lines_of({"enabled": True} | written)[0].endswith(f", for example {example}")
-
-
-def test_where_the_choices_are_told_no_example_is() -> None:
     assert "for example" not in lines_of({"enabled": True, "schedule": "fsmoo", "max_ctas": 0})[1]
 
 
@@ -470,36 +377,19 @@ def test_every_example_is_one() -> None:
     look(FSMoEBlock, lambda value: value)
 
 
-@pytest.mark.parametrize("key", ["autotune", "Autotune", "auto_tuner"])
-def test_our_autotuner_beside_the_block_is_told_apart_from_deepspeeds(key: str) -> None:
+@pytest.mark.parametrize("key", ["autotune", "auto_tuner"])
+def test_our_autotuner_and_deepspeeds_are_told_apart(key: str) -> None:
     (line,) = lines_of({"enabled": True}, **{key: {"enabled": True}})
     assert line.startswith(f"{key} = ...: no such block in a DeepSpeed config; write it as fsmoe.autotune")
     assert "is the key autotuning" in line
     assert read_block({key: {"enabled": True}}) is None, "without our block it is no business of ours"
-
-
-def test_deepspeeds_autotuning_in_the_block_is_told_apart_from_ours() -> None:
     (line,) = lines_of({"enabled": True, "autotuning": {"enabled": True}})
     assert line.startswith("fsmoe.autotuning: unknown key; write it as fsmoe.autotune, which chooses how layers run")
     assert "DeepSpeed's autotuning, which searches batch sizes and ZeRO settings, is a key beside fsmoe" in line
     assert read_block({"fsmoe": {"enabled": True}, "autotuning": {"enabled": True}}).enabled
 
 
-@pytest.mark.parametrize(
-    ("block", "meant"),
-    [
-        ({"schedule": "tutle"}, "tutel"),
-        ({"gate": {"type": "sigmod"}}, "sigmoid"),
-        ({"gradient_partition": {"mode": "adaptative"}}, "adaptive"),
-        ({"alltoall": "node_deduplicate"}, "node_deduplicated"),
-        ({"dispatch": "unpaded"}, "unpadded"),
-        ({"dispatch": "slot"}, "padded"),
-        ({"alltoall": "once_per_nod"}, "node_deduplicated"),
-    ],
-)
-def test_a_value_that_is_nearly_one_of_the_choices_is_answered_with_it(block: dict[str, Any], meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{meant}'\\?$"):
-        read_block({"fsmoe": {"enabled": True} | block})
-    with pytest.raises(ConfigError) as found:
-        read_block({"fsmoe": {"enabled": True, "schedule": "quickest"}})
-    assert "did you mean" not in str(found.value)
+def test_a_value_that_is_nearly_a_word_of_before_is_answered_with_todays_and_one_that_is_far_with_none() -> None:
+    for block, meant in (({"dispatch": "slot"}, "padded"), ({"alltoall": "once_per_nod"}, "node_deduplicated")):
+        assert lines_of({"enabled": True} | block)[0].endswith(f"did you mean '{meant}'?")
+    assert "did you mean" not in lines_of({"enabled": True, "schedule": "quickest"})[0]

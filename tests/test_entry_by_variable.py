@@ -44,21 +44,20 @@ def python(site: Path, code: str, **variables: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("variables", "loaded"), [({}, ""), ({"DS_FSMOE": ""}, ""), ({"DS_FSMOE": "1"}, "ds_fsmoe")])
-def test_an_interpreter_imports_nothing_at_its_start_unless_the_variable_is_set_and_then_nothing_heavy(
-    variables: dict[str, str], loaded: str, site: Path
-) -> None:
-    done = python(site, f"import sys; {HEAVY}", **variables)
-    assert (done.stdout.strip(), done.stderr) == (loaded, "")
+def test_an_interpreter_imports_nothing_at_its_start_unless_the_variable_is_set(site: Path) -> None:
+    for variables in ({}, {"DS_FSMOE": ""}):
+        done = python(site, f"import sys; {HEAVY}", **variables)
+        assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
 def test_deepspeed_is_ours_as_soon_as_it_is_imported_if_the_variable_says_so(site: Path) -> None:
-    done = python(site, f"import deepspeed; {WHOSE}", DS_FSMOE="1")
+    done = python(site, f"import sys; {HEAVY}; import deepspeed; {WHOSE}", DS_FSMOE="1")
+    assert done.stdout.splitlines()[:1] == ["ds_fsmoe"], "nothing heavy comes with it"
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 @pytest.mark.parametrize(
-    ("value", "is_ours"), [("1", True), ("TRUE", True), ("", False), ("0", False), ("false", False), ("False", False)]
+    ("value", "is_ours"), [("1", True), ("TRUE", True), ("", False), ("0", False), ("False", False)]
 )
 def test_the_variable_says_it_by_few_words(value: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []

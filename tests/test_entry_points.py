@@ -1,28 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Three entry points, one mechanism: initialize, install, and run for a script that stays untouched."""
+"""Every entry point, one mechanism: initialize, install, and run for a script that stays untouched; a block in the
+config or from outside; and the examples of parts of one's own, each named in the config and nothing else edited."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
+import re
 import sys
 import types
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from deepspeed.moe.sharded_moe import MOELayer as StockMOELayer
 from deepspeed.moe.sharded_moe import TopKGate as StockTopKGate
 
 import ds_fsmoe
-from ds_fsmoe import run
+from ds_fsmoe import ConfigError, run
+from ds_fsmoe.cli import main
 from ds_fsmoe.engine import compat, entry_points
+from ds_fsmoe.engine.command_line import read_given, take_option
+from ds_fsmoe.log import logger
+from ds_fsmoe.offline.commands.training_command import find_given
+from tests.logged import Said
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.scripts import ROOT, START, Start, launch
 from tests.small_model import Case, SmallModel, batch
 
+ENABLED = '{"enabled": true}'
 UNTOUCHED_SCRIPT = """
 import argparse
 import deepspeed, torch
@@ -31,20 +43,25 @@ from neighbour import WIDTH
 
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 parser.add_argument("--local_rank", type=int)
-parser.add_argument("--say")
+parser.add_argument("--fsmoe")
 args = parser.parse_args()
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-model = MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
-engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=list(model.parameters()))
-print(f"rank {args.local_rank} says {args.say}: {type(engine).__name__}, {type(model.deepspeed_moe).__name__}")
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
+own = config | {"fsmoe": {"enabled": True, "order": "sparse"}}
+for where in ({"args": args}, {"config": config}, {"config": own}):
+    model = MoE(WIDTH, torch.nn.Linear(WIDTH, WIDTH), num_experts=2, ep_size=2)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), **where)
+    order = engine.fsmoe.block.order if hasattr(engine, "fsmoe") else "stock"
+    kinds = type(engine).__name__, type(model.deepspeed_moe).__name__
+    assert (kinds == ("FSMoEEngine", "FSMoELayer")) == (order != "stock"), kinds
+    print(f"rank {args.local_rank}: {order}, its own argument is {args.fsmoe}", flush=True)
 """
-
-
-MODEL_FOR_LIBRARIES = """
+WITH_ACCELERATE = """
 import ds_fsmoe
 
 ds_fsmoe.install()
 import deepspeed, torch
+from accelerate import Accelerator, DeepSpeedPlugin
 from deepspeed.moe.layer import MoE
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -60,19 +77,9 @@ class Model(torch.nn.Module):
         return {"loss": y.square().mean() + aux_loss}
 
 
-def say(engine):
-    rank = torch.distributed.get_rank()
-    print(f"rank {rank}: {type(engine).__name__}, {type(engine.module.moe.deepspeed_moe).__name__}")
-
-
 config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1}
 # Their word, in our block.
 config["fsmoe"] = {"enabled": True, "order": "auto", "alltoall": "auto", "pipeline_degree": {"forward": "auto"}}
-"""
-TRAIN_WITH = {
-    "accelerate": """
-from accelerate import Accelerator, DeepSpeedPlugin
-
 config |= {"zero_optimization": {"stage": 0}, "zero_allow_untested_optimizer": True}
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
 model = Model()
@@ -82,27 +89,9 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for x in loader:
     accelerator.backward(model(x)["loss"])
     optimizer.step()
-say(model)
-""",
-    "trainer": """
-from transformers import Trainer, TrainingArguments
-
-config |= {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}
-data = [{"x": row} for row in torch.randn(20, 7)]
-quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True}
-args = TrainingArguments("out", per_device_train_batch_size=5, num_train_epochs=1, deepspeed=config, **quiet)
-trainer = Trainer(model=Model(), args=args, train_dataset=data)
-trainer.train()
-say(trainer.deepspeed)
-""",
-}
-
-
-@pytest.fixture
-def installed():
-    ds_fsmoe.install()
-    yield
-    ds_fsmoe.uninstall()
+rank = torch.distributed.get_rank()
+print(f"rank {rank}: {type(model).__name__}, {type(model.module.moe.deepspeed_moe).__name__}")
+"""
 
 
 def test_initialize_takes_the_arguments_of_deepspeed() -> None:
@@ -110,26 +99,6 @@ def test_initialize_takes_the_arguments_of_deepspeed() -> None:
     assert [(p.name, p.default, p.kind) for p in ours.parameters.values()] == [
         (p.name, p.default, p.kind) for p in stocks.parameters.values()
     ]
-
-
-def test_install_replaces_what_other_libraries_call(installed) -> None:
-    assert deepspeed.initialize is ds_fsmoe.initialize
-
-
-def test_uninstall_restores_stock() -> None:
-    stock = deepspeed.initialize
-    ds_fsmoe.install()
-    ds_fsmoe.install()
-    ds_fsmoe.uninstall()
-    assert deepspeed.initialize is stock
-
-
-def test_install_refuses_to_be_gone_past(monkeypatch) -> None:
-    early = types.ModuleType("early_bird")
-    early.ds_init = deepspeed.initialize
-    monkeypatch.setitem(sys.modules, "early_bird", early)
-    with pytest.raises(RuntimeError, match=r"early_bird imported deepspeed\.initialize before .* as ds_init"):
-        ds_fsmoe.install()
 
 
 def look_through_every_entry_point(rank: int, world_size: int) -> dict[str, tuple[str, str, str, bool]]:
@@ -190,7 +159,14 @@ def test_every_entry_point_leads_to_our_layer_exactly_when_the_block_is_enabled(
 
 
 @START
-def test_an_untouched_script_trains_with_our_layer_through_run(start: Start, tmp_path: Path) -> None:
+@sampled(
+    ("given", "orders"),
+    [(None, ["auto", "stock", "sparse"]), (ENABLED, ["auto"] * 3), ('{"enabled": false}', ["stock"] * 3)],
+    kept=[0, 1],
+)
+def test_an_untouched_script_trains_through_run_by_the_block_of_its_config_or_the_one_that_is_given(
+    given: str | None, orders: list[str], start: Start, tmp_path: Path
+) -> None:
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "train.py").write_text(UNTOUCHED_SCRIPT)
     (tmp_path / "scripts" / "neighbour.py").write_text("WIDTH = 7\n")
@@ -199,11 +175,13 @@ def test_an_untouched_script_trains_with_our_layer_through_run(start: Start, tmp
         '{"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"torch_adam": true}},\n'
         ' // DeepSpeed reads comments, and so do we\n "fsmoe": {"enabled": true}}'
     )
-    run = ("--module", "ds_fsmoe.run") if start is launch else (str(ROOT / "ds_fsmoe" / "run.py"),)
-    said = start(tmp_path, *run, "scripts/train.py", "--say", "hello", "--deepspeed_config", str(config))
+    runner = ["--module", "ds_fsmoe.run"] if start is launch else [str(ROOT / "ds_fsmoe" / "run.py")]
+    from_outside = [] if given is None else ["--fsmoe", given]
+    own = ["--fsmoe", "mine", "--deepspeed_config", str(config)]
+    said = start(tmp_path, *runner, *from_outside, "scripts/train.py", *own)
     for rank in range(2):
-        assert f"rank {rank} says hello: FSMoEEngine, FSMoELayer" in said
-    assert "is on for 1 MoE layer(s)" in said
+        assert re.findall(rf"rank {rank}: (\w+), its own argument is mine", said) == orders
+    assert ("is on for 1 MoE layer(s)" in said) == (orders[0] != "stock")
 
 
 def narrow(model):
@@ -214,10 +192,8 @@ def forgetful(**arguments):
     return "an engine of its own"
 
 
-def look_through_wrappers(rank: int, world_size: int) -> dict[str, Any]:
+def look_through_wrappers() -> dict[str, Any]:
     """For each call the class of the engine and the wrappers that it went through."""
-    from deepspeed.moe.layer import MoE
-
     stock = deepspeed.initialize
     config = {"train_micro_batch_size_per_gpu": 1, "fsmoe": {"enabled": True}}
     called: list[str] = []
@@ -269,8 +245,64 @@ def look_through_wrappers(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-def test_wrappers_of_other_libraries_are_called_once_each_or_named(tmp_path: Path) -> None:
-    (found,) = run_on_ranks(look_through_wrappers, 1, tmp_path)
+def give(folder: str) -> dict[str, Any]:
+    """Where the config was -> whose engine it became, with a block given from outside."""
+
+    def look(name: str, model: torch.nn.Module | None = None, **where: Any) -> None:
+        made, *_ = deepspeed.initialize(model=MoE(7, torch.nn.Linear(7, 7)) if model is None else model, **where)
+        found[name] = made.fsmoe.block.order if hasattr(made, "fsmoe") else "stock"
+        made.destroy()
+
+    plain: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+    own = plain | {"fsmoe": {"enabled": True, "order": "sparse"}}
+    file = Path(folder, "ds_config.json")
+    file.write_text(json.dumps(plain))
+    listening, found = Said(), {}
+    logger.addHandler(listening)
+
+    ds_fsmoe.install({"enabled": True, "order": "einsum"})
+    entry_points.warn_if_unused()
+    assert "was not used" in listening.lines.pop()
+    look("no MoE layer", torch.nn.Linear(7, 7), config=own)
+    entry_points.warn_if_unused()
+    said = "Linear is trained by stock DeepSpeed (the model has no MoE layers for the command line's fsmoe block)"
+    assert [said in listening.lines[0], "was not used" in listening.lines[1]] == [True, True]
+    look("no block", config=plain)
+    look("a block of its own", config=own)
+    assert any("replaces the one in the script's config" in each for each in listening.lines)
+    look("config_params", config_params=plain)
+    look("a file", config=str(file))
+    args = Namespace(deepspeed_config=str(file))
+    look("args", args=args)
+    assert args.deepspeed_config == str(file)
+    assert (plain, own["fsmoe"]) == ({"train_micro_batch_size_per_gpu": 1}, {"enabled": True, "order": "sparse"})
+    ds_fsmoe.install()
+    look("a second install", config=plain)
+    listening.lines.clear()
+    entry_points.warn_if_unused()
+    assert not listening.lines
+    ds_fsmoe.install({"enabled": False})
+    look("stock from outside", config=own)
+    ds_fsmoe.uninstall()
+    ds_fsmoe.install()
+    look("after uninstall", config=own)
+    return found
+
+
+def look_from_outside(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = give(folder)
+    ds_fsmoe.uninstall()
+    return given, look_through_wrappers()
+
+
+@pytest.fixture(scope="module")
+def from_outside(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("outside")
+    return run_on_ranks(look_from_outside, 1, folder / "rank", str(folder))[0]
+
+
+def test_wrappers_of_other_libraries_are_called_once_each_or_named(from_outside: tuple[Any, Any]) -> None:
+    found = dict(from_outside[1])
     refused = {name: found.pop(name) for name in ("narrow", "forgetful")}
     assert found == {
         "by itself": ("DeepSpeedEngine", "before"),
@@ -291,6 +323,17 @@ def test_wrappers_of_other_libraries_are_called_once_each_or_named(tmp_path: Pat
         assert refused[name].startswith(start + sentence)
 
 
+def test_a_block_from_outside_takes_the_place_of_every_other(from_outside: tuple[Any, Any]) -> None:
+    assert from_outside[0] == {
+        "no MoE layer": "stock",
+        **dict.fromkeys(
+            ("no block", "a block of its own", "config_params", "a file", "args", "a second install"), "einsum"
+        ),
+        "stock from outside": "stock",
+        "after uninstall": "sparse",
+    }
+
+
 def test_install_looks_past_the_module_that_wraps_and_at_no_other(monkeypatch) -> None:
     library = types.ModuleType("library")
     exec("def outer(*a, **k): return inner(*a, **k)", vars(library))
@@ -308,28 +351,144 @@ def test_install_looks_past_the_module_that_wraps_and_at_no_other(monkeypatch) -
 
 
 @START
-@pytest.mark.parametrize("library", TRAIN_WITH)
-def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(
-    library: str, start: Start, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").write_text(MODEL_FOR_LIBRARIES + TRAIN_WITH[library])
+def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITH_ACCELERATE)
     said = start(tmp_path, "train.py", ACCELERATE_USE_DEEPSPEED="true")
     for rank in range(2):
         assert f"rank {rank}: FSMoEEngine, FSMoELayer" in said
 
 
+# ---- a block from outside
+
+
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "taken"),
     [
-        ([], "no script given"),
-        (["absent.py"], "absent.py: no such file"),
-        (["--module"], "no module given"),
-        (["--module", "no.such"], "no.such: no such module"),
+        (["train.py", "--fsmoe", "x"], (None, [], ["train.py", "--fsmoe", "x"])),
+        (["--fsmoe", "a.json", "train.py", "--fsmoe=x"], ("a.json", [], ["train.py", "--fsmoe=x"])),
+        (["--local_rank=1", f"--fsmoe={ENABLED}", "train.py"], (ENABLED, ["--local_rank=1"], ["train.py"])),
+        (["--fsmoe", "a=b.json", "--local-rank=0", "train.py"], ("a=b.json", ["--local-rank=0"], ["train.py"])),
+        (["--fsmoe-like", "train.py"], (None, ["--fsmoe-like"], ["train.py"])),
+        ([], (None, [], [])),
     ],
 )
-def test_run_says_what_is_missing(arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["run", "--local_rank=0", *arguments])
-    with pytest.raises(SystemExit) as caught:
-        run.main()
-    assert str(caught.value).startswith(f"ds_fsmoe.run: {sentence}\nusage: deepspeed --module ds_fsmoe.run")
+def test_only_what_stands_in_front_of_the_script_is_taken(arguments: list[str], taken: tuple) -> None:
+    assert take_option(arguments) == taken
+
+
+def test_a_block_is_read_from_a_file_or_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "block.json"
+    file.write_text('{"enabled": true, // as DeepSpeed reads it\n "order": "sparse"}')
+    assert read_given(str(file)) == {"enabled": True, "order": "sparse"}
+    file.write_text('{"zero_optimization": {"stage": 1}, "fsmoe": {"enabled": false}}')
+    assert read_given(str(file)) == {"enabled": False}
+    assert read_given(f" {ENABLED}") == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("absent.json", "--fsmoe absent.json: no such file; the value is a file, or a JSON object such as"),
+        ("broken.json", "--fsmoe broken.json: cannot be read as JSON: "),
+        ("list.json", "--fsmoe list.json: holds [1]; the block is an object"),
+        ("inner.json", "--fsmoe inner.json: holds true; the block is an object"),
+        ('{"enabled": tru}', '--fsmoe {"enabled": tru}: is not JSON: '),
+        ("", "--fsmoe : no such file"),
+    ],
+)
+def test_what_is_no_block_is_refused_with_what_was_given(
+    text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, written in {"broken": '{"enabled": ', "list": "[1]", "inner": '{"fsmoe": true}'}.items():
+        Path(f"{name}.json").write_text(written)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read_given(text)
+
+
+def test_run_and_install_refuse_what_they_cannot_run_before_the_script_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise AssertionError('the script has begun')")
+    usage = "\nusage: deepspeed --module ds_fsmoe.run"
+    for arguments, sentence in (
+        (["--fsmoe", '{"enabled": true, "gat": 1}', str(script)], '"gat": 1}: fsmoe.gat: unknown key; did you mean'),
+        (["--fsmoe", "{}", str(script)], 'ds_fsmoe.run: --fsmoe {}: fsmoe.enabled is missing: write "enabled": true'),
+        (["--fsmoe", "absent.json", str(script)], "absent.json: no such file"),
+        (["--fsmoe", ENABLED, "--fsmoe", ENABLED, str(script)], "--fsmoe is given twice"),
+        (["--fsmoe"], "--fsmoe needs a value"),
+        (["--fsmoe", ENABLED], "no script given"),
+        (["--local_rank=0"], f"ds_fsmoe.run: no script given{usage}"),
+        (["--local_rank=0", "absent.py"], f"ds_fsmoe.run: absent.py: no such file{usage}"),
+        (["--local_rank=0", "--module"], f"ds_fsmoe.run: no module given{usage}"),
+        (["--local_rank=0", "--module", "no.such"], f"ds_fsmoe.run: no.such: no such module{usage}"),
+    ):
+        monkeypatch.setattr("sys.argv", ["run", *arguments])
+        monkeypatch.setattr("sys.path", ["", str(ROOT)])
+        with pytest.raises(SystemExit, match=re.escape(sentence)):
+            run.main()
+    ds_fsmoe.uninstall()
+    with pytest.raises(ConfigError, match="unknown key"):
+        ds_fsmoe.install({"enabled": True, "gat": 1})
     assert deepspeed.initialize is not ds_fsmoe.initialize
+    found = run.split_arguments(["--local_rank=0", str(script), "--fsmoe", "x"])
+    assert found[1:] == (False, ["--local_rank=0", "--fsmoe", "x"], None)
+
+
+# ---- compare
+
+
+def test_compare_hands_its_block_to_run_in_front_of_the_script() -> None:
+    start = ["deepspeed", "--num_gpus", "2", "--module", "ds_fsmoe.run"]
+    subject = find_given([*start, "train.py", "--fsmoe", "mine"], ENABLED)
+    assert subject is not None
+    assert subject.config == {"fsmoe": {"enabled": True}}
+    assert subject.command_with(Path("out.json")) == [*start, "--fsmoe", "out.json", "train.py", "--fsmoe", "mine"]
+    in_command = find_given([*start, f"--fsmoe={ENABLED}", "train.py"], None)
+    assert in_command is not None
+    assert in_command.command_with(Path("out.json")) == [*start, "--fsmoe", "out.json", "train.py"]
+    assert find_given([*start, "train.py", "--fsmoe", "mine"], None) is None
+    assert find_given(["deepspeed", "train.py"], None) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "command", "sentence"),
+    [
+        (["--fsmoe", ENABLED], ["deepspeed", "train.py"], "ds_fsmoe.run, which is not in the command"),
+        (
+            ["--fsmoe", ENABLED],
+            ["-m", "ds_fsmoe.run", "--fsmoe", ENABLED, "train.py"],
+            "is given twice, also in the command",
+        ),
+        ([], ["-m", "ds_fsmoe.run", "--fsmoe", "absent.json", "train.py"], "--fsmoe absent.json: no such file"),
+        ([], ["-m", "ds_fsmoe.run", "train.py"], "for a script whose config is inside it, give the block with --fsmoe"),
+    ],
+)
+def test_compare_says_why_a_block_cannot_be_handed_on(
+    given: list[str], command: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", "--out", str(tmp_path), *given, "--", *command]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+# ---- parts of one's own
+
+KINDS = ("gate", "order", "alltoall", "expert", "hook")
+
+
+@START
+@sampled("kinds", [*((kind,) for kind in KINDS), KINDS], ids=" ".join)
+def test_a_model_learns_with_each_kind_of_part_of_ones_own(
+    kinds: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    printed = start(tmp_path, str(ROOT / "examples" / "extend.py"), *kinds)
+    for kind in kinds:
+        found = re.search(rf"^{kind} .*: loss ([\d.]+) -> ([\d.]+)$", printed, re.MULTILINE)
+        assert found, printed[-2000:]
+        assert float(found[2]) < 0.8 * float(found[1]), kind
+    if "hook" not in kinds:
+        return
+    sent = re.search(r"forward: ([\d.]+) kB sent, backward: ([\d.]+) kB sent", printed)
+    assert sent, printed[-2000:]
+    assert float(sent[1]) == float(sent[2]) > 0

@@ -12,6 +12,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from torch import nn
 
@@ -25,7 +26,7 @@ from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import NUM_EXPERTS, WIDTH, batch, model_of
 from tests.hf_lora import BOTH, engine_with, lora_config, lora_of, step
 from tests.ranks import run_on_ranks
-from tests.test_hugging_face import ds_config, engine_of
+from tests.test_hugging_face import OfTwice, ds_config, engine_of
 
 
 def tied(model: nn.Module) -> None:
@@ -112,51 +113,61 @@ def test_what_does_not_go_with_hugging_faces_experts_is_refused(
     assert not dist.is_initialized()
 
 
-def test_wrapped_models_are_refused() -> None:
-    with pytest.raises(LayerError, match=r"the model is a DataParallel: pass the model itself to initialize\(\)"):
-        engine_of(nn.DataParallel(model_of("olmoe")), ds_config(1))
-
-
 @pytest.mark.parametrize(
     ("asked", "experts", "ranks", "per_node", "expected"),
     [
         ("auto", [8], 4, 2, 2),
-        ("auto", [8], 4, 4, 4),
         ("auto", [6, 9], 6, 6, 3),
         ("auto", [7], 4, 4, 1),
         (4, [8], 8, 2, 4),
-        (1, [8], 8, 8, 1),
+        (3, [8], 6, 6, "must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"),
+        (3, [8], 1, 1, r"^fsmoe\.ep_size = 3: with 1 rank it can only be 1$"),
     ],
 )
-def test_auto_spreads_experts_over_as_many_ranks_of_a_node_as_divide_them(
-    asked: Any, experts: list[int], ranks: int, per_node: int, expected: int
+def test_auto_spreads_experts_over_as_many_ranks_of_a_node_as_divide_them_and_a_number_must_divide_both(
+    asked: Any, experts: list[int], ranks: int, per_node: int, expected: Any
 ) -> None:
-
-    assert chosen_ep_size(FSMoEBlock(ep_size=asked), experts, ranks, per_node) == expected
-
-
-def test_an_ep_size_that_does_not_divide_names_the_choices() -> None:
-
-    with pytest.raises(
-        ConfigError, match="must divide the 6 ranks and the 8 experts of the layers; the choices are 1, 2"
-    ):
-        chosen_ep_size(FSMoEBlock(ep_size=3), [8], 6, 6)
+    block = FSMoEBlock(ep_size=asked)
+    if isinstance(expected, int):
+        assert chosen_ep_size(block, experts, ranks, per_node) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            chosen_ep_size(block, experts, ranks, per_node)
 
 
-def test_an_ep_size_that_does_not_fit_is_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_that_do_not_fit_are_refused_before_any_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "6")
     with pytest.raises(ConfigError, match=r"fsmoe\.ep_size = 3: must divide the 6 ranks and the 4"):
         engine_of(model_of("olmoe"), ds_config(1, ep_size=3))
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"expert_tensor_parallel_size = 2: must divide the 3 ranks; .* 1, 3"):
+        engine_of(model_of("olmoe"), ds_config(1, expert_tensor_parallel_size=2))
     assert not dist.is_initialized()
 
 
-def test_an_ep_size_for_stock_layers_alone_is_refused_with_where_it_belongs() -> None:
-    from deepspeed.moe.layer import MoE
+@pytest.mark.parametrize(
+    ("model", "size", "sentence"),
+    [
+        (lambda: model_of("olmoe"), 5, r"must divide the hidden width of model.*mlp.experts \(24\); .* 1, 2, 3"),
+        (lambda: model_of("muse_spark"), 2, "normalizes the output of its experts, of which a shard has only a part"),
+        (OfTwice, 2, "the experts of experts, a Twice, give other results in shards"),
+    ],
+)
+def test_experts_that_cannot_be_cut_are_refused_with_the_reason(
+    model: Callable[[], nn.Module], size: int, sentence: str
+) -> None:
+    with pytest.raises(LayerError, match=f"expert_tensor_parallel_size = {size}: .*{sentence}"):
+        engine_of(model(), ds_config(1, expert_tensor_parallel_size=size))
+    assert not dist.is_initialized()
 
+
+def test_an_ep_size_for_stock_layers_alone_and_a_wrapped_model_are_refused_with_what_to_write() -> None:
     model = nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4))
     message = r"fsmoe.ep_size = 2 applies .* set deepspeed.moe.layer.MoE\(..., ep_size=...\)"
     with pytest.raises(ConfigError, match=message):
         engine_of(model, ds_config(1, ep_size=2))
+    with pytest.raises(LayerError, match=r"the model is a DataParallel: pass the model itself to initialize\(\)"):
+        engine_of(nn.DataParallel(model_of("olmoe")), ds_config(1))
 
 
 # ---- adapters

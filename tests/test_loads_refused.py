@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ds_fsmoe.checkpoint import loading
-from ds_fsmoe.checkpoint_files import pieces, whole
+from ds_fsmoe.checkpoint_files import convert, pieces, whole
 from ds_fsmoe.checkpoint_files.manifest import NAME, sum_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
@@ -149,7 +149,6 @@ def sizes(**changed: int) -> Callable[[Path], None]:
     return lambda place: rewrite(place, lambda found: found["sizes"].update(changed))
 
 
-TWICE = b', "files": {}}'
 EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
 BYTES, NUMPY = torch.zeros(3, dtype=torch.uint8), {"keys": torch.zeros(3, dtype=torch.int64)}
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -169,18 +168,11 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     # What describes them.
     "no manifest": (lambda place: (place / NAME).unlink(), "fsmoe.json is missing, and fsmoe_pieces.json says that"),
-    "half a manifest": (instead(NAME, lambda at, _: at.write_text("{")), "fsmoe.json cannot be read"),
     "a FIFO for a manifest": (instead(NAME, a_pipe), "fsmoe.json is a FIFO"),
     "no files": (lambda place: rewrite(place, lambda found: found.update(files={})), "does not name fsmoe_pieces.json"),
-    "no files, twice": (
-        instead(NAME, lambda at, was: at.write_bytes(was.rstrip()[:-1] + TWICE)),
-        "'files' is listed twice",
-    ),
     "layout": (sizes(mp=2, world=8), "another layout (world 8 -> 2; mp 2 -> 1) and cannot be converted"),
     "shards": (sizes(esp=2), "has 4 files of experts of moes.0, and should have 8"),
     "index: a piece twice": (of_index(lambda found: found.append([*found[0][:3], 10**6])), "is there twice in"),
-    "index: a hole": (of_index(lambda found: found[0].__setitem__(1, 1)), "leave a hole at element 0"),
-    "index: bytes": (of_index(lambda found: found.append(["other", 0, 10**12, 10**6])), "elements in"),
     "index: ranks": (of_index(lambda found: found.extend([each[0], 0, 0, 0] for each in found * 999)), "have at most"),
     # What a rank says of itself, with a checksum that fits. Of the generators, torch's is set last.
     "torch's generator": (
@@ -188,15 +180,10 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "_00001.pt failed",
     ),
     "numpy's generator": (of_state(lambda found: found["random"]["numpy"].update(NUMPY)), "_00001.pt failed"),
-    "Python's generator": (of_state(lambda found: found["random"].pop("python")), "_00001.pt failed"),
     "format": (of_state(lambda found: found.update(format=99)), "has format 99"),
     "no plans": (of_state(lambda found: found.update(plans='{"layers": {}}')), "_00001.pt failed"),
     "100000 chunks": (of_state(lambda found: with_plans(found, 100_000)), "a plan of 100000 chunks for L00"),
     # Which tag it is.
-    "latest elsewhere": (
-        lambda place: (place.parent / "latest").write_text(f"../{place.parent.name}/tag"),
-        "is not a folder in",
-    ),
     "latest gone": (instead("latest", lambda at, _: at.write_text("gone")), "gone: no such checkpoint; there are: tag"),
     "latest a FIFO": (instead("latest", a_pipe), "latest is a FIFO"),
 }
@@ -266,6 +253,9 @@ def test_what_is_not_a_whole_checkpoint_of_regular_files_is_refused_on_every_ran
 
 def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
     hurry()
+    engine = make(rank, Case(k=2))
+    engine.save_checkpoint(f"{folder}/whole", "tag")
+    engine.destroy()
     heard = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(heard)
     engine = make(rank, Case(stage=1, accumulation=3, k=2))
@@ -274,7 +264,7 @@ def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
 
     def saved(**state: Any) -> None:
         heard.lines.clear()
-        engine.save_checkpoint(folder, "tag", **state)
+        engine.save_checkpoint(f"{folder}/partly", "tag", **state)
         found.append([each for each in heard.lines if "tag" in each])
 
     saved()
@@ -289,8 +279,14 @@ def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
     return found
 
 
-def test_a_save_says_what_it_does_not_keep(tmp_path: Path) -> None:
-    (first,) = run_on_ranks(what_is_lost, 1, tmp_path / "ranks", str(tmp_path / "saved"))
+@pytest.fixture(scope="module")
+def saved_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    root = tmp_path_factory.mktemp("alone")
+    return root / "saved", run_on_ranks(what_is_lost, 1, root / "ranks", str(root / "saved"))[0]
+
+
+def test_a_save_says_what_it_does_not_keep(saved_alone: tuple[Path, list[list[str]]]) -> None:
+    first = saved_alone[1]
     assert [len(each) for each in first] == [0, 1, 1, 1, 1, 1, 0, 2]
     assert all("gradients are lost: save after engine.step()" in each for said in first[1:6] for each in said)
     assert [each.split(": ")[1].split(" is a")[0] for each in first[7]] == [
@@ -299,11 +295,11 @@ def test_a_save_says_what_it_does_not_keep(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path: Path) -> None:
-    from ds_fsmoe.checkpoint_files import convert
-
+def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(
+    saved_alone: tuple[Path, Any], tmp_path: Path
+) -> None:
     saved = tmp_path / "saved"
-    run_on_ranks(save_one, 1, tmp_path / "ranks", str(saved))
+    shutil.copytree(saved_alone[0] / "whole", saved)
     (tmp_path / "secret").write_text("secret")
     (saved / "tag" / "link.txt").symlink_to("../../secret")
     for name in ("out.saving", "out.before"):
@@ -332,10 +328,3 @@ def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path:
     with pytest.raises(CheckpointError, match=r"link\.txt is a link to"):
         converted("again")
     assert sorted(each.name for each in tmp_path.glob("*again*")) == []
-
-
-def save_one(rank: int, world_size: int, folder: str) -> None:
-    hurry()
-    engine = make(rank, Case(k=2))
-    engine.save_checkpoint(folder, "tag")
-    engine.destroy()

@@ -146,6 +146,19 @@ def test_what_is_refused_differs_from_what_is_read_in_nothing_else(tmp_path: Pat
         assert read_file(tmp_path / "x.pt").tobytes() == EIGHT
 
 
+def test_a_file_that_names_a_function_is_not_run(tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(proof),))
+
+    torch.save({"module": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(CheckpointError, match=r"holds objects of posix.mkdir, .*fsmoe.*trusted"):
+        read_file(tmp_path / "evil.pt")
+    assert not proof.exists()
+
+
 class Mine:
     """A class of the script."""
 
