@@ -26,10 +26,10 @@ from tests.small_model import Case, SmallModel
 ENABLED = {"fsmoe": {"enabled": True}}
 
 
-def refused(model: nn.Module, blocks: dict[str, Any] = ENABLED, **arguments: Any) -> str:
+def refused(model: nn.Module, blocks: dict[str, Any] = ENABLED) -> str:
     """The message with which ``initialize`` refuses."""
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers look at the message
-        ds_fsmoe.initialize(model=model, config=Case().ds_config(**blocks), **arguments)
+        ds_fsmoe.initialize(model=model, config=Case().ds_config(**blocks))
     assert not dist.is_initialized()
     return str(caught.value)
 

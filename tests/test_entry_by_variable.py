@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ import ds_fsmoe
 from ds_fsmoe import env_entry_point
 from ds_fsmoe.distributed.agreement import DisagreementError
 from tests.ranks import run_on_ranks
-from tests.scripts import ROOT, free_port, launch, on_ranks
+from tests.scripts import ROOT, free_port, on_ranks
 
 ENTRY_POINT = ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth"
 HEAVY = "print(*(name for name in ('ds_fsmoe', 'torch', 'deepspeed') if name in sys.modules))"
@@ -169,22 +168,6 @@ def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: P
 
 
 SHOW = "import sys; sys.stdout.write(f'{__name__} {sys.argv}\\n')"  # at once: ranks write into one pipe
-
-
-@pytest.mark.daily("launchers", 2)
-def test_run_gives_a_script_and_a_module_the_arguments_that_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
-    (tmp_path / "shown").mkdir()
-    for name in ("show.py", "shown/__init__.py", "shown/by_module.py"):
-        (tmp_path / name).write_text("" if name.endswith("__init__.py") else SHOW)
-    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    for options in ((), ("--no_local_rank",)):
-        for by_launcher, by_us in (("show.py", ["show.py"]), ("shown.by_module", ["--module", "shown.by_module"])):
-            module = ["--module"] if "." in by_launcher.removesuffix(".py") else []
-            stock = launch(tmp_path, *options, *module, by_launcher, "sft", "--x", "1", **paths)
-            ours = launch(tmp_path, *options, "--module", "ds_fsmoe.run", *by_us, "sft", "--x", "1", **paths)
-            wanted = re.findall(r"__main__ \[[^]]*\]", stock)
-            assert len(wanted) == 2
-            assert sorted(re.findall(r"__main__ \[[^]]*\]", ours)) == sorted(wanted)
 
 
 def test_run_runs_a_module_as_python_does(tmp_path: Path) -> None:

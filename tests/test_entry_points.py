@@ -56,42 +56,6 @@ for where in ({"args": args}, {"config": config}, {"config": own}):
     assert (kinds == ("FSMoEEngine", "FSMoELayer")) == (order != "stock"), kinds
     print(f"rank {args.local_rank}: {order}, its own argument is {args.fsmoe}", flush=True)
 """
-WITH_ACCELERATE = """
-import ds_fsmoe
-
-ds_fsmoe.install()
-import deepspeed, torch
-from accelerate import Accelerator, DeepSpeedPlugin
-from deepspeed.moe.layer import MoE
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.moe = MoE(7, torch.nn.Linear(7, 7), num_experts=4, ep_size=2)
-
-    def forward(self, x):
-        y, aux_loss, _ = self.moe(x)
-        return {"loss": y.square().mean() + aux_loss}
-
-
-config = {"train_micro_batch_size_per_gpu": 5, "gradient_accumulation_steps": 1}
-# Their word, in our block.
-config["fsmoe"] = {"enabled": True, "order": "auto", "alltoall": "auto", "pipeline_degree": {"forward": "auto"}}
-config |= {"zero_optimization": {"stage": 0}, "zero_allow_untested_optimizer": True}
-accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-model = Model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = torch.utils.data.DataLoader(torch.randn(20, 7), batch_size=5)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-for x in loader:
-    accelerator.backward(model(x)["loss"])
-    optimizer.step()
-rank = torch.distributed.get_rank()
-print(f"rank {rank}: {type(model).__name__}, {type(model.module.moe.deepspeed_moe).__name__}")
-"""
 
 
 def test_initialize_takes_the_arguments_of_deepspeed() -> None:
@@ -101,20 +65,37 @@ def test_initialize_takes_the_arguments_of_deepspeed() -> None:
     ]
 
 
-def look_through_every_entry_point(rank: int, world_size: int) -> dict[str, tuple[str, str, str, bool]]:
-    """Entry point -> the classes of engine, inner layer and gate, and whether the engine says that it is on."""
+OURS = ("FSMoEEngine", "FSMoELayer", "FSMoEGate", True)
+STOCK = ("DeepSpeedEngine", "MOELayer", "TopKGate", False)
+WAYS = [
+    ("initialize", MoE, True, OURS),
+    ("initialize", MoE, False, STOCK),
+    ("initialize", MoE, None, STOCK),
+    ("deepspeed", MoE, True, STOCK),
+    ("initialize", ds_fsmoe.MoE, False, STOCK),
+    ("initialize", ds_fsmoe.MoE, None, STOCK),
+    ("deepspeed", ds_fsmoe.MoE, None, ("DeepSpeedEngine", "FSMoELayer", "FSMoEGate", False)),
+    ("install", MoE, True, OURS),
+    ("install", MoE, None, STOCK),
+]
+"""The entry point, the class of layers, whether the block says enabled, and then the classes of engine, inner layer and
+gate, and whether the engine says that it is on."""
 
-    def look(name: str, initialize, moe_class: type, **blocks) -> None:
+
+def look_through_every_entry_point(rank: int, world_size: int) -> list[Any]:
+    seen = []
+    for entry_point, moe_class, is_enabled, _ in WAYS:
+        if entry_point == "install":
+            ds_fsmoe.install()
         case = Case(ep_size=2, stage=1)
         model = SmallModel(case, rank, moe_class)
-        config = case.ds_config(**blocks)
-        engine, optimizer, loader, scheduler = initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )
+        initialize = ds_fsmoe.initialize if entry_point == "initialize" else deepspeed.initialize
+        config = case.ds_config(**({} if is_enabled is None else {"fsmoe": {"enabled": is_enabled}}))
+        engine, optimizer, *others = initialize(model=model, model_parameters=model.parameters(), config=config)
         assert optimizer is engine.optimizer
-        assert (loader, scheduler) == (None, None)
-        assert isinstance(engine, deepspeed.DeepSpeedEngine)
+        assert others == [None, None]
         inner = model.moes[1].deepspeed_moe
+        assert isinstance(engine, deepspeed.DeepSpeedEngine)
         assert isinstance(inner, StockMOELayer)
         assert isinstance(inner.gate, StockTopKGate)
         loss, _ = engine(*batch(0, rank, torch.float32))
@@ -122,40 +103,13 @@ def look_through_every_entry_point(rank: int, world_size: int) -> dict[str, tupl
         engine.step()
         state = getattr(engine, "fsmoe", None)
         assert state is None or state.num_layers == 2
-        seen[name] = type(engine).__name__, type(inner).__name__, type(inner.gate).__name__, state is not None
-
-    seen: dict[str, tuple[str, str, str, bool]] = {}
-    stock = deepspeed.moe.layer.MoE
-    look("enabled", ds_fsmoe.initialize, stock, fsmoe={"enabled": True})
-    look("disabled", ds_fsmoe.initialize, stock, fsmoe={"enabled": False})
-    look("no block", ds_fsmoe.initialize, stock)
-    look("block without an entry point", deepspeed.initialize, stock, fsmoe={"enabled": True})
-    look("our MoE, disabled", ds_fsmoe.initialize, ds_fsmoe.MoE, fsmoe={"enabled": False})
-    look("our MoE, no block", ds_fsmoe.initialize, ds_fsmoe.MoE)
-    look("our MoE, no entry point", deepspeed.initialize, ds_fsmoe.MoE)
-    ds_fsmoe.install()
-    look("installed, enabled", deepspeed.initialize, stock, fsmoe={"enabled": True})
-    look("installed, no block", deepspeed.initialize, stock)
+        seen.append((*(type(each).__name__ for each in (engine, inner, inner.gate)), state is not None))
     return seen
-
-
-OURS = ("FSMoEEngine", "FSMoELayer", "FSMoEGate", True)
-STOCK = ("DeepSpeedEngine", "MOELayer", "TopKGate", False)
 
 
 def test_every_entry_point_leads_to_our_layer_exactly_when_the_block_is_enabled(tmp_path: Path) -> None:
     for seen in run_on_ranks(look_through_every_entry_point, 2, tmp_path):
-        assert seen == {
-            "enabled": OURS,
-            "disabled": STOCK,
-            "no block": STOCK,
-            "block without an entry point": STOCK,
-            "our MoE, disabled": STOCK,
-            "our MoE, no block": STOCK,
-            "our MoE, no entry point": ("DeepSpeedEngine", "FSMoELayer", "FSMoEGate", False),
-            "installed, enabled": OURS,
-            "installed, no block": STOCK,
-        }
+        assert seen == [wanted for *_, wanted in WAYS]
 
 
 @START
@@ -192,12 +146,10 @@ def forgetful(**arguments):
     return "an engine of its own"
 
 
-def look_through_wrappers() -> dict[str, Any]:
-    """For each call the class of the engine and the wrappers that it went through."""
+def look_through_wrappers() -> None:
     stock = deepspeed.initialize
     config = {"train_micro_batch_size_per_gpu": 1, "fsmoe": {"enabled": True}}
     called: list[str] = []
-    found: dict[str, Any] = {}
 
     def wrap(name: str) -> None:
         wrapped = deepspeed.initialize
@@ -209,129 +161,93 @@ def look_through_wrappers() -> dict[str, Any]:
 
         deepspeed.initialize = tracked
 
-    def look(name: str, initialize: Any = None) -> None:
+    def look(*wanted: str, initialize: Any = None) -> None:
+        """Call it, which goes through these wrappers to such an engine."""
         called.clear()
-        model = MoE(7, torch.nn.Linear(7, 7))
-        try:
-            engine, *_ = (initialize or deepspeed.initialize)(model=model, config=config)
-            found[name] = type(engine).__name__, *called
-            engine.destroy()
-        except compat.IncompatibleError as error:
-            found[name] = str(error)
+        engine, *_ = (initialize or deepspeed.initialize)(model=MoE(7, torch.nn.Linear(7, 7)), config=config)
+        assert (type(engine).__name__, *called) == wanted
+        engine.destroy()
 
     wrap("before")
-    look("by itself")
-    look("called directly", ds_fsmoe.initialize)
+    look("DeepSpeedEngine", "before")
+    look("FSMoEEngine", "before", initialize=ds_fsmoe.initialize)
     ds_fsmoe.install()
-    look("before install")
+    look("FSMoEEngine", "before")
     wrap("after")
-    look("after install")
+    look("FSMoEEngine", "after", "before")
     ds_fsmoe.install()
-    look("install once more")
+    look("FSMoEEngine", "after", "before")
     below = deepspeed.initialize
     deepspeed.initialize = lambda model, config: below(model=model, config=config)
     wrap("last")
     ds_fsmoe.install()
     ds_fsmoe.install()
-    look("and once more")
+    look("FSMoEEngine", "last", "after", "before")
     ds_fsmoe.uninstall()
-    look("uninstalled")
-    for wrapper in (narrow, forgetful):
+    look("DeepSpeedEngine", "before")
+    for wrapper, sentence in (
+        (narrow, "and does not accept its arguments: it takes (model) ("),
+        (forgetful, "and has not returned an engine of ds_fsmoe"),
+    ):
         deepspeed.initialize = wrapper
-        look(wrapper.__name__, ds_fsmoe.initialize)
+        line = inspect.getsourcelines(wrapper)[1]
+        words = f"{wrapper.__name__} ({__file__}, line {line}) replaces deepspeed.initialize {sentence}"
+        with pytest.raises(compat.IncompatibleError, match=re.escape(words)):
+            ds_fsmoe.initialize(model=MoE(7, torch.nn.Linear(7, 7)), config=config)
     deepspeed.initialize = stock
     ds_fsmoe.install()
-    found["left"] = len(entry_points._wrapped_functions)
-    return found
+    assert len(entry_points._wrapped_functions) == 1
 
 
-def give(folder: str) -> dict[str, Any]:
-    """Where the config was -> whose engine it became, with a block given from outside."""
-
-    def look(name: str, model: torch.nn.Module | None = None, **where: Any) -> None:
+def give_from_outside(folder: str) -> None:
+    def look(wanted: str, model: torch.nn.Module | None = None, **where: Any) -> None:
+        """Make an engine of a config that is there, which has this order, or is stock's."""
         made, *_ = deepspeed.initialize(model=MoE(7, torch.nn.Linear(7, 7)) if model is None else model, **where)
-        found[name] = made.fsmoe.block.order if hasattr(made, "fsmoe") else "stock"
+        assert (made.fsmoe.block.order if hasattr(made, "fsmoe") else "stock") == wanted
         made.destroy()
 
     plain: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
     own = plain | {"fsmoe": {"enabled": True, "order": "sparse"}}
     file = Path(folder, "ds_config.json")
     file.write_text(json.dumps(plain))
-    listening, found = Said(), {}
+    listening = Said()
     logger.addHandler(listening)
 
     ds_fsmoe.install({"enabled": True, "order": "einsum"})
     entry_points.warn_if_unused()
     assert "was not used" in listening.lines.pop()
-    look("no MoE layer", torch.nn.Linear(7, 7), config=own)
+    look("stock", torch.nn.Linear(7, 7), config=own)
     entry_points.warn_if_unused()
     said = "Linear is trained by stock DeepSpeed (the model has no MoE layers for the command line's fsmoe block)"
     assert [said in listening.lines[0], "was not used" in listening.lines[1]] == [True, True]
-    look("no block", config=plain)
-    look("a block of its own", config=own)
-    assert any("replaces the one in the script's config" in each for each in listening.lines)
-    look("config_params", config_params=plain)
-    look("a file", config=str(file))
     args = Namespace(deepspeed_config=str(file))
-    look("args", args=args)
+    for where in ({"config": plain}, {"config": own}, {"config_params": plain}, {"config": str(file)}, {"args": args}):
+        look("einsum", **where)
+    assert any("replaces the one in the script's config" in each for each in listening.lines)
     assert args.deepspeed_config == str(file)
     assert (plain, own["fsmoe"]) == ({"train_micro_batch_size_per_gpu": 1}, {"enabled": True, "order": "sparse"})
     ds_fsmoe.install()
-    look("a second install", config=plain)
+    look("einsum", config=plain)
     listening.lines.clear()
     entry_points.warn_if_unused()
     assert not listening.lines
     ds_fsmoe.install({"enabled": False})
-    look("stock from outside", config=own)
+    look("stock", config=own)
     ds_fsmoe.uninstall()
     ds_fsmoe.install()
-    look("after uninstall", config=own)
-    return found
-
-
-def look_from_outside(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    given = give(folder)
+    look("sparse", config=own)
     ds_fsmoe.uninstall()
-    return given, look_through_wrappers()
 
 
-@pytest.fixture(scope="module")
-def from_outside(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("outside")
-    return run_on_ranks(look_from_outside, 1, folder / "rank", str(folder))[0]
+def look_from_outside(rank: int, world_size: int, folder: str) -> None:
+    give_from_outside(folder)
+    look_through_wrappers()
 
 
-def test_wrappers_of_other_libraries_are_called_once_each_or_named(from_outside: tuple[Any, Any]) -> None:
-    found = dict(from_outside[1])
-    refused = {name: found.pop(name) for name in ("narrow", "forgetful")}
-    assert found == {
-        "by itself": ("DeepSpeedEngine", "before"),
-        "called directly": ("FSMoEEngine", "before"),
-        "before install": ("FSMoEEngine", "before"),
-        "after install": ("FSMoEEngine", "after", "before"),
-        "install once more": ("FSMoEEngine", "after", "before"),
-        "and once more": ("FSMoEEngine", "last", "after", "before"),
-        "uninstalled": ("DeepSpeedEngine", "before"),
-        "left": 1,
-    }
-    for name, sentence in (
-        ("narrow", "and does not accept its arguments: it takes (model) ("),
-        ("forgetful", "and has not returned an engine of ds_fsmoe"),
-    ):
-        line = inspect.getsourcelines(globals()[name])[1]
-        start = f"{name} ({__file__}, line {line}) replaces deepspeed.initialize "
-        assert refused[name].startswith(start + sentence)
-
-
-def test_a_block_from_outside_takes_the_place_of_every_other(from_outside: tuple[Any, Any]) -> None:
-    assert from_outside[0] == {
-        "no MoE layer": "stock",
-        **dict.fromkeys(
-            ("no block", "a block of its own", "config_params", "a file", "args", "a second install"), "einsum"
-        ),
-        "stock from outside": "stock",
-        "after uninstall": "sparse",
-    }
+def test_a_block_from_outside_takes_the_place_of_every_other_and_wrappers_are_called_once_each_or_named(
+    tmp_path: Path,
+) -> None:
+    run_on_ranks(look_from_outside, 1, tmp_path / "rank", str(tmp_path))
 
 
 def test_install_looks_past_the_module_that_wraps_and_at_no_other(monkeypatch) -> None:
@@ -348,14 +264,6 @@ def test_install_looks_past_the_module_that_wraps_and_at_no_other(monkeypatch) -
     monkeypatch.setitem(sys.modules, "script", script)
     with pytest.raises(RuntimeError, match=r"script imported deepspeed\.initialize before .* as start"):
         ds_fsmoe.install()
-
-
-@START
-def test_a_library_that_calls_deepspeed_trains_with_our_layer_after_install(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(WITH_ACCELERATE)
-    said = start(tmp_path, "train.py", ACCELERATE_USE_DEEPSPEED="true")
-    for rank in range(2):
-        assert f"rank {rank}: FSMoEEngine, FSMoELayer" in said
 
 
 # ---- a block from outside

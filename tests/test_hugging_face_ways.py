@@ -40,6 +40,7 @@ from tests.test_hugging_face import (
     ds_config,
     engine_of,
     furthest,
+    off_loss,
 )
 
 Weights = tuple[str, ...] | None
@@ -155,6 +156,16 @@ def off_by(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-4) -
     return [] if furthest(found, wanted) <= tolerance else [f"{furthest(found, wanted):.1e} off"]
 
 
+def evaluated(engine: Any, reference: nn.Module, x: torch.Tensor) -> list[str]:
+    engine.eval()
+    reference.eval()
+    with torch.no_grad():
+        differs = off_by(engine(input_ids=x).logits, reference(input_ids=x).logits)
+    engine.train()
+    reference.train()
+    return differs
+
+
 def uneven(rank: int, world_size: int, weights: Weights, stage: int, checkpointing: str) -> list[str]:
     """Sequences of other lengths on each rank, checkpointing, the base model and evaluation between steps."""
     said = []
@@ -174,19 +185,12 @@ def uneven(rank: int, world_size: int, weights: Weights, stage: int, checkpointi
         loss = engine(input_ids=xs[rank], labels=xs[rank]).loss
         engine.backward(loss)
         engine.step()
-        if not abs(loss.item() - losses[rank].item()) <= TOLERANCE * losses[rank].item():
-            said.append(f"step {number}: loss {loss.item()} for {losses[rank].item()}")
+        said += [f"step {number}: {each}" for each in off_loss(loss, losses[rank])]
         x = batch(99, 1, 7 + 4 * rank)
-        engine.eval()
-        reference.eval()
-        with torch.no_grad():
-            said += [f"evaluated: {each}" for each in off_by(engine(input_ids=x).logits, reference(input_ids=x).logits)]
-            if weights is not None:
-                with engine.module.disable_adapter(), reference.disable_adapter():
-                    found, wanted = engine(input_ids=x).logits, reference(input_ids=x).logits
-                said += [f"without adapters: {each}" for each in off_by(found, wanted)]
-        reference.train()
-        engine.train()
+        said += [f"evaluated: {each}" for each in evaluated(engine, reference, x)]
+        if weights is not None:
+            with engine.module.disable_adapter(), reference.disable_adapter():
+                said += [f"without adapters: {each}" for each in evaluated(engine, reference, x)]
     said += differing_weights(engine, reference)
     engine.destroy()
     return said
@@ -203,34 +207,24 @@ def several(rank: int, world_size: int, stage: int) -> list[str]:
     reference.add_adapter("other", lora_config(model_of("gpt_oss"), BOTH, r=2, lora_alpha=1))
     reference.base_model.set_adapter(["default", "other"])
     fill(reference)
-    ep_size = 2
-    engine = engine_with(copy.deepcopy(reference), ds_config(stage, lr=0.3, ep_size=ep_size, num_chunks=2))
-    model = engine.module
+    engine = engine_with(copy.deepcopy(reference), ds_config(stage, lr=0.3, ep_size=2, num_chunks=2))
+    model, x = engine.module, batch(99, 1, 9)
     said += train(engine, reference, rank, world_size, 2, 0.3)
-    x = batch(99, 1, 9)
-
-    def compared(what: str) -> None:
-        engine.eval()
-        reference.eval()
-        with torch.no_grad():
-            differs = off_by(engine(input_ids=x).logits, reference(input_ids=x).logits)
-        said.extend(f"{what}: {each}" for each in differs)
-
-    compared("both")
+    said += [f"both: {each}" for each in evaluated(engine, reference, x)]
     for each in (model, reference):
         each.base_model.set_adapter("other")
-    compared("the other one")
-    before = [each.detach().clone() for _, each, _ in parts_in(model)]
+    said += [f"the other one: {each}" for each in evaluated(engine, reference, x)]
+    before = len(list(parts_in(model)))
     for change in ("merge_adapter", "unmerge_adapter", "merge_and_unload"):
         with GatheredParameters(list(model.parameters()), modifier_rank=0):
             for each in (model, reference):
                 getattr(each, change)()
-        compared(change)
+        said += [f"{change}: {each}" for each in evaluated(engine, reference, x)]
     wanted = dict(reference.base_model.model.named_parameters())
     for name, parameter, _ in parts_in(model.base_model.model):
         with GatheredParameters([parameter]):
             said += [f"{name}: {each}" for each in off_by(parameter.detach(), wanted[name].detach())]
-    if len(list(parts_in(model))) != len(before) - 2 * 2 * 2 * 2:
+    if len(list(parts_in(model))) != before - 2 * 2 * 2 * 2:
         said.append("adapters are left")
     engine.destroy()
     return said

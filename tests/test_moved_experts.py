@@ -166,25 +166,19 @@ def moves_through_training(rank: int, world_size: int, job: Moves) -> list[str]:
 
 
 MOVES = [
+    *(Moves("qwen3_moe lora", 2, stage) for stage in (2, 3, 0)),
     Moves("qwen3_moe", 4, 2, accumulation=2),
-    Moves("qwen3_moe lora", 2, 2),
-    Moves("qwen3_moe lora", 2, 3),
-    Moves("qwen3_moe lora", 2, 0),
-    Moves("qwen3_moe lora", 4, 2),
     Moves("gpt_oss", 4, 3, dtype="bfloat16"),
     Moves("deepseek_v3", 2, 0),
     Moves("qwen3_moe", 4, 1, ep=4, dtype="bfloat16"),
     Moves("gpt_oss", 4, 0),
-    Moves("qwen3_moe", 4, 3, ep=4, accumulation=2),
     Moves("stock", 2, 1, dispatch="unpadded"),
     Moves("stock", 4, 2),
-    Moves("stock", 4, 0, dispatch="unpadded"),
-    Moves("stock", 2, 0),
 ]
 
 
 # Replicas of experts whose gradients accumulate; adapters, with states of their own; DeepSpeed's own layers.
-@sampled("job", MOVES, kept=[1], ids=lambda job: "-".join(map(str, job)))
+@sampled("job", MOVES, kept=[0], ids=lambda job: "-".join(map(str, job)))
 def test_training_goes_on_as_if_experts_had_stayed(job: Moves, tmp_path: Path) -> None:
     if "lora" in job.model:
         pytest.importorskip("peft")
