@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face's models, with and without PEFT's LoRA, train as on one process whichever way they are trained: over
-replicas, with checkpointing, other lengths, several adapters, groups of a script's own."""
+replicas and shards, with checkpointing, other lengths, several adapters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tests.hf_lora import (
     fill,
     lora_config,
     lora_of,
-    step,
     train,
     trained,
     with_lora,
@@ -247,29 +246,6 @@ def without_tokens(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def with_frozen_groups(rank: int, world_size: int, weights: tuple[str, ...]) -> list[str]:
-    """Frozen weights of experts in groups of their own, and in a script's own optimizer."""
-    import ds_fsmoe
-
-    losses = {}
-    for way in ("trained", "groups", "optimizer"):
-        model, config = lora_of("olmoe", weights), ds_config(2, lr=0.1, ep_size=2, num_chunks=2)
-        given: dict[str, Any] = {"model_parameters": trained(model)}
-        if way == "groups":
-            frozen = [each for each in model.parameters() if not each.requires_grad and each.dim() == 3]
-            given = {"model_parameters": [{"params": trained(model)}, {"params": frozen}]}
-        elif way == "optimizer":
-            given = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
-            del config["optimizer"]
-        engine = ds_fsmoe.initialize(model=model, config=config, **given)[0]
-        for number in range(2):
-            loss = step(engine, batch(number, world_size), rank)
-            engine.step()
-        losses[way] = loss
-        engine.destroy()
-    return [f"{way}: {loss}" for way, loss in losses.items() if abs(loss - losses["trained"]) > 1e-6]
-
-
 def generate_in_whole_weights(rank: int, world_size: int, weights: Weights) -> list[str]:
     """What differs where a script gathers all weights around the generation, as TRL does at ZeRO 3."""
     from deepspeed import zero
@@ -341,7 +317,6 @@ def adapters(rank: int, world_size: int, stage: int, forward: int, backward: int
 
 WAYS: list[tuple[Any, ...]] = [
     (without_tokens, 2),
-    (with_frozen_groups, 2, BOTH),
     (called, 2, 3, Twice),
     (called, 2, 1, TwiceOnOneRank),
     (steps, 4, "gpt_oss", None, 3),
@@ -359,7 +334,6 @@ WAYS: list[tuple[Any, ...]] = [
     *((adapters, 2, *how) for how in ((0, 1, 1), (1, 2, 2), (2, 3, 2), (3, 2, 3))),
     *((from_zero_init, 4, weights) for weights in (None, BOTH)),
     (several, 2, 0),
-    (with_frozen_groups, 2, ()),
 ]
 """A way to train, on how many ranks, and its other arguments."""
 # Gate and value one behind the other, without bias; beside each other, transposed, with bias.

@@ -149,23 +149,17 @@ def sizes(**changed: int) -> Callable[[Path], None]:
     return lambda place: rewrite(place, lambda found: found["sizes"].update(changed))
 
 
-EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
+EXPERT, DENSE, OWN = "layer_0_expert_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt", "fsmoe_rank_00001.pt"
 BYTES, NUMPY = torch.zeros(3, dtype=torch.uint8), {"keys": torch.zeros(3, dtype=torch.int64)}
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     # Files that are not those that were saved.
-    "changed": (
-        instead(EXPERT, lambda at, was: at.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))),
-        "is not what was saved: its checksum differs",
-    ),
+    "changed": (instead(EXPERT, lambda at, was: at.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))), "checksum differs"),
     "short": (instead(EXPERT, lambda at, was: at.write_bytes(was[:100])), f"{EXPERT} has 100 bytes and should have"),
     "missing": (lambda place: (place / EXPERT).unlink(), f"{EXPERT} is missing"),
     # What is no file.
-    "a FIFO": (instead("mp_rank_00_model_states.pt", a_pipe), "is a FIFO, not a regular"),
+    "a FIFO": (instead(DENSE, a_pipe), "is a FIFO, not a regular"),
     "a device": (instead(EXPERT, lambda at, _: at.symlink_to("/dev/zero")), "is a device, not a regular file"),
-    "a link": (
-        instead("fsmoe_rank_00001.pt", lambda at, _: at.symlink_to("/etc/hostname")),
-        "is a link to /etc/hostname",
-    ),
+    "a link": (instead(OWN, lambda at, _: at.symlink_to("/etc/hostname")), "is a link to /etc/hostname"),
     # What describes them.
     "no manifest": (lambda place: (place / NAME).unlink(), "fsmoe.json is missing, and fsmoe_pieces.json says that"),
     "a FIFO for a manifest": (instead(NAME, a_pipe), "fsmoe.json is a FIFO"),
@@ -175,10 +169,7 @@ CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index: a piece twice": (of_index(lambda found: found.append([*found[0][:3], 10**6])), "is there twice in"),
     "index: ranks": (of_index(lambda found: found.extend([each[0], 0, 0, 0] for each in found * 999)), "have at most"),
     # What a rank says of itself, with a checksum that fits. Of the generators, torch's is set last.
-    "torch's generator": (
-        of_state(lambda found: found["random"].update(torch=BYTES)),
-        "_00001.pt failed",
-    ),
+    "torch's generator": (of_state(lambda found: found["random"].update(torch=BYTES)), "_00001.pt failed"),
     "numpy's generator": (of_state(lambda found: found["random"]["numpy"].update(NUMPY)), "_00001.pt failed"),
     "format": (of_state(lambda found: found.update(format=99)), "has format 99"),
     "no plans": (of_state(lambda found: found.update(plans='{"layers": {}}')), "_00001.pt failed"),
