@@ -195,11 +195,6 @@ def cache(folder: Path) -> Path:
     return folder / "cache.json"
 
 
-def learned_batches(folder: Path) -> Path:
-    learned = {"tokens": 4096, "ep_size": 4, "runner_up": 2, "runner_up_costs": 1.5}
-    return written(folder / "learned.json", {"format": 1, "job": {"ranks": 4}, "learned": learned})
-
-
 def manifest(folder: Path) -> Path:
     MANIFEST.write(folder)
     return folder / "fsmoe.json"
@@ -254,70 +249,52 @@ def placements() -> Any:
     return found
 
 
+def json_of(content: Any, name: str = "file.json") -> Callable[[Path], Path]:
+    return lambda folder: written(folder / name, content)
+
+
+def run_file(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        record_details(record(folder / "run", "best"))
+        return folder / "run" / name
+
+    return write
+
+
+LEARNED = {"tokens": 4096, "ep_size": 4, "runner_up": 2, "runner_up_costs": 1.5}
+BLOCK = json.loads(FSMoEBlock(enabled=True).model_dump_json())
+BLOCK |= {"gate": {"type": "gshard", "k": 2}, "metrics": "off", "schedule": "fsmoe"}
+CLUSTER = cluster_as_json(load_cluster("testbed_a"))
 READERS: dict[str, Reader] = {
-    "cluster": Reader(
-        lambda at: written(at / "cluster.json", cluster_as_json(load_cluster("testbed_a"))),
-        lambda path: load_cluster(str(path)),
-        ValueError,
-    ),
-    "model": Reader(lambda at: written(at / "model.json", MODEL), read_hf_config, ValueError),
-    "loads": Reader(
-        lambda at: written(at / "loads.json", {"moe": np.arange(64).reshape(8, 8).tolist()}),
-        lambda path: read_loads(path, 8),
-        ValueError,
-    ),
-    "block": Reader(
-        lambda at: written(at / "block.json", whole_block()),
-        lambda path: read_given(str(path)),
-        ValueError,
-    ),
+    "cluster": Reader(json_of(CLUSTER), lambda path: load_cluster(str(path)), ValueError),
+    "model": Reader(json_of(MODEL), read_hf_config, ValueError),
+    "loads": Reader(json_of({"moe": [[*range(8)]] * 8}), lambda path: read_loads(path, 8), ValueError),
+    "block": Reader(json_of(BLOCK), lambda path: read_given(str(path)), ValueError),
     "placement": Reader(
-        lambda at: written(at / "placement.json", {"format": 1, "layers": {"moe": PLACES}}),
-        lambda path: placements().load(str(path)),
-        ConfigError,
+        json_of({"format": 1, "layers": {"moe": PLACES}}), lambda path: placements().load(str(path)), ConfigError
     ),
     "cache": Reader(cache, lambda path: read_measurements(path, FINGERPRINT), UselessFileError),
-    "learned batches": Reader(learned_batches, read_learned, UselessLearnedError),
+    "learned batches": Reader(
+        json_of({"format": 1, "job": {"ranks": 4}, "learned": LEARNED}), read_learned, UselessLearnedError
+    ),
     "recording": Reader(lambda at: part_file(routing(at), 0, 0), lambda path: read_all(path.parent), RoutingFileError),
     "old recording": Reader(
         lambda at: part_file(routing_of_before(at / "old"), 0, 0), lambda path: read_all(path.parent), RoutingFileError
     ),
     "packed recording": Reader(packed, read_all, RoutingFileError),
     "manifest": Reader(manifest, lambda path: read_manifest(path.parent), CheckpointError),
-    "index": Reader(
-        lambda at: written(at / pieces.NAME, INDEX.as_json()),
-        lambda path: read_index(path.parent, None),
-        CheckpointError,
-    ),
+    "index": Reader(json_of(INDEX.as_json(), pieces.NAME), lambda path: read_index(path.parent, None), CheckpointError),
     "weights": Reader(weights, read_file, CheckpointError),
     "pickle": Reader(pickled, read_pickled, CheckpointError),
     "tensors": Reader(tensors, read_tensors, CheckpointError),
     "index of tensors": Reader(tensors_of_index, lambda path: read_tensors(path.parent), CheckpointError),
-    "trace": Reader(
-        lambda at: record(at / "run", "best") / "trace" / "rank0.json",
-        read_trace,
-        ValueError,
-    ),
+    "trace": Reader(lambda at: record(at / "run", "best") / "trace" / "rank0.json", read_trace, ValueError),
     "owner": Reader(owner, lambda path: owner_of(path.parent), NoRunError),
     **{
-        f"run: {name}": Reader(
-            lambda at, name=name: details(at / "run") / name, lambda path: read_run(path.parent), NoRunError
-        )
+        f"run: {name}": Reader(run_file(name), lambda path: read_run(path.parent), NoRunError)
         for name in ("run.json", "steps.jsonl", "plans.json", "routers.jsonl", "compared.jsonl")
     },
 }
-
-
-def details(folder: Path) -> Path:
-    record_details(record(folder, "best"))
-    return folder
-
-
-def whole_block() -> dict[str, Any]:
-    found = json.loads(FSMoEBlock(enabled=True).model_dump_json())
-    return found | {"gate": {"type": "gshard", "k": 2}, "metrics": "off", "schedule": "fsmoe"}
-
-
 FAST = settings(max_examples=50, suppress_health_check=list(HealthCheck), database=None, report_multiple_bugs=False)
 
 
@@ -355,7 +332,7 @@ def test_a_block_is_read_or_refused_in_words() -> None:
     @settings(FAST, max_examples=120)
     @given(st.data())
     def look(data: st.DataObject) -> None:
-        block: Any = data.draw(st.sampled_from((whole_block(), whole_block(), {"enabled": True})))
+        block: Any = data.draw(st.sampled_from((BLOCK, BLOCK, {"enabled": True})))
         for _ in range(data.draw(st.integers(1, 3))):
             block = data.draw(with_one_place_changed(block))
         try:
@@ -482,10 +459,9 @@ def absurd(folder: Path) -> list[tuple[str, Any, str]]:
         of("model", MODEL | {name: value}, "must be at most")
     for value in ({}, 5, ["qwen3_moe"]):
         of("model", MODEL | {"model_type": value}, "model_type = ")
-    cluster = cluster_as_json(load_cluster("testbed_a"))
     for changed in ({"gpus_per_node": 10**7}, {"num_nodes": 2**70}):
-        of("cluster", cluster | changed, f"less than or equal to {MOST_RANKS}")
-    of("cluster", cluster | {"gpus_per_node": 1024, "num_nodes": 10_000}, f"at most {MOST_RANKS}")
+        of("cluster", CLUSTER | changed, f"less than or equal to {MOST_RANKS}")
+    of("cluster", CLUSTER | {"gpus_per_node": 1024, "num_nodes": 10_000}, f"at most {MOST_RANKS}")
     for rows in ([[2**70] * 8] * 8, [[1] * 8, [2] * 7], [["a"] * 8]):
         of("loads", {"moe": rows}, "must be")
     return found

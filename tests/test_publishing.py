@@ -418,6 +418,19 @@ def test_a_damaged_manifest_is_an_error_that_names_it(change: dict[str, Any], tm
         read_manifest(tmp_path / "tag")
 
 
+def test_sizes_that_cannot_be_are_named_with_their_file(tmp_path: Path) -> None:
+    described(tmp_path / "tag")
+    path = tmp_path / "tag" / NAME
+    whole = path.read_text()
+    wrong = [*(("ep", each) for each in (0, 3, 8, True)), ("num_experts", -4), ("zero_stage", -1)]
+    for field, value in wrong + [(each, 0) for each in ("world", "mp", "pp", "esp")]:
+        found = json.loads(whole)
+        (found["layers"][0] if field in ("ep", "num_experts") else found["sizes"])[field] = value
+        path.write_text(json.dumps(found))
+        with pytest.raises(CheckpointError, match=rf"{NAME} is damaged, or not a manifest"):
+            read_manifest(tmp_path / "tag")
+
+
 def test_generators_go_on_as_they_were(tmp_path: Path) -> None:
     random.gauss(0, 1), np.random.normal()
     torch.save(random_states(), tmp_path / "states.pt")
