@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
+import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +17,16 @@ from typing import Any
 import pytest
 
 import ds_fsmoe
-from ds_fsmoe import registry
+from ds_fsmoe import Config, registry
 from ds_fsmoe.checks.preflight import check_deepspeed_blocks, check_experts, untested
 from ds_fsmoe.components.orders.sparse import SimpleOrder
 from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
+from ds_fsmoe.config.hints import class_name, stub
 from ds_fsmoe.config.reading import CHECKS, Asked, ConfigError, read_block
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.shapes import example_of, shape_in, words_for
 
+PACKAGE = Path(ds_fsmoe.__file__).parent
 WHOLE_BLOCK = json.loads(FSMoEBlock(enabled=True).model_dump_json()) | {
     "gate": {"type": "topk", "k": 3, "capacity_factor": 1.2, "eval_capacity_factor": 1.2, "min_capacity": 4}
 }
@@ -102,12 +109,13 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence() -> None:
         ),
     ],
 )
-def test_a_mistake_is_named_with_path_value_and_choices(written: dict, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True} | written})
-    said = str(caught.value)
+def test_a_mistake_is_named_with_path_value_and_choices_when_it_is_read_or_built(written: dict, sentence: str) -> None:
+    block = {"enabled": True} | written
+    (said,) = lines_of(block)
     assert said.startswith(sentence) if sentence.startswith("fsmoe") else sentence in said
-    assert "\n" not in said
+    with pytest.raises(ConfigError) as at_once:
+        Config(**block)
+    assert str(at_once.value) == said
 
 
 @pytest.mark.parametrize("solver", ["exact", "slsqp"])
@@ -136,8 +144,7 @@ def test_lina_needs_no_numbers_and_keeps_to_its_bounds() -> None:
 
 def test_every_field_is_read_somewhere() -> None:
     """A field that nothing reads would be ignored in silence."""
-    package = Path(ds_fsmoe.__file__).parent
-    text = "\n".join(each.read_text() for each in package.rglob("*.py") if each.parent.name != "config")
+    text = "\n".join(each.read_text() for each in PACKAGE.rglob("*.py") if each.parent.name != "config")
 
     def unread(block: Any) -> list[str]:
         inner = [(name, field, shape_in(field)) for name, field in block.model_fields.items()]
@@ -182,8 +189,6 @@ def test_a_misspelt_block_is_an_error_and_one_that_is_no_object(key: str) -> Non
 
 
 def test_no_key_of_deepspeed_is_taken_for_a_misspelt_block() -> None:
-    import inspect
-
     from deepspeed.runtime import config, constants
 
     words = set(re.findall(r'"([a-z][a-z0-9_]+)"', inspect.getsource(config) + inspect.getsource(constants)))
@@ -352,3 +357,90 @@ def test_our_autotuner_and_deepspeeds_are_told_apart(key: str) -> None:
     assert line.startswith("fsmoe.autotuning: unknown key; write it as fsmoe.autotune, which chooses how layers run")
     assert "DeepSpeed's autotuning, which searches batch sizes and ZeRO settings, is a key beside fsmoe" in line
     assert read_block({"fsmoe": {"enabled": True}, "autotuning": {"enabled": True}}).enabled
+
+
+# ---- ds_fsmoe.Config builds the block that a dict would be, and knows no key that the block does not have
+
+FIELDS = {words_for(name, field)[0]: field for name, field in FSMoEBlock.model_fields.items()}
+PARTS = {word: block for word, field in FIELDS.items() if (block := shape_in(field))}
+BUILT = {
+    "enabled": True,
+    "gate": {"type": "topk", "top_k": 2},
+    "num_chunks": {"forward": 2, "backward": 4},
+    "hooks": ["ds_fsmoe.BFloat16Communication"],
+}
+
+
+def built() -> Config:
+    gate = Config.Gate(type="topk", top_k=2)
+    return Config(gate=gate, num_chunks={"forward": 2, "backward": 4}, hooks=["ds_fsmoe.BFloat16Communication"])
+
+
+def test_it_is_the_block_that_was_written_and_nothing_more_wherever_it_goes() -> None:
+    block = built()
+    assert block == BUILT
+    assert json.loads(json.dumps(block)) == BUILT
+    assert read_block({"fsmoe": block}) == read_block({"fsmoe": BUILT})
+    assert Config().as_dict() == {"enabled": True}
+    assert Config(enabled=False).as_dict() == {"enabled": False}
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert other == BUILT
+        assert (type(other), type(other["gate"])) == (Config, Config.Gate)
+    # Its dict is plain, and its own.
+    plain = block.as_dict()
+    assert [type(plain), type(plain["gate"]), type(plain["num_chunks"])] == [dict] * 3
+    plain["gate"]["top_k"] = 7
+    plain["hooks"].append("x")
+    assert block == BUILT
+
+
+def test_deepspeed_and_install_take_it_as_a_dict() -> None:
+    from ds_fsmoe.engine import compat, entry_points
+
+    read = compat.load_ds_config({"train_batch_size": 8, "fsmoe": built()})
+    assert read["fsmoe"] == BUILT
+    assert read_block(read) == read_block({"fsmoe": BUILT})
+    ds_fsmoe.install(built())
+    try:
+        assert entry_points._given.block == BUILT
+    finally:
+        ds_fsmoe.uninstall()
+
+
+def test_every_block_in_the_block_has_a_class_whose_signature_has_every_key() -> None:
+    assert list(inspect.signature(Config).parameters) == list(FIELDS)
+    for word, block in PARTS.items():
+        part = getattr(Config, class_name(word))
+        assert part() == {}
+        assert part.__doc__
+        keys = [words_for(name, field)[0] for name, field in block.model_fields.items()]
+        assert list(inspect.signature(part).parameters)[: len(keys)] == keys
+        assert part(**example_of(FIELDS[word])) == example_of(FIELDS[word])
+
+
+def test_the_hints_for_editors_are_of_this_version() -> None:
+    assert (PACKAGE / "config" / "builder.pyi").read_text() == stub()
+
+
+def test_a_mistake_in_a_part_is_told_where_the_part_is_built() -> None:
+    with pytest.raises(ConfigError, match=r'^fsmoe\.gate\.top_k = "2": must be an integer, for example 2$'):
+        Config.Gate(top_k="2")
+    with pytest.raises(ConfigError, match=r"^fsmoe\.num_chunks\.forwards: unknown key; did you mean 'forward'\?"):
+        Config.NumChunks(forwards=2)
+    # What another gate than the layers' own takes is asked when the whole block is there.
+    assert Config.Gate(type="deepseek", num_groups=2) == {"type": "deepseek", "num_groups": 2}
+    with pytest.raises(ConfigError, match=r'fsmoe\.gate\.num_groupss = 2: the gate "deepseek" has no such option'):
+        Config(gate=Config.Gate(type="deepseek", num_groupss=2))
+
+
+def test_building_a_block_loads_no_torch_where_no_part_is_named() -> None:
+    code = "import sys, ds_fsmoe; ds_fsmoe.Config(num_chunks=4, schedule='tutel'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_where_there_is_no_torch_names_of_parts_are_taken_as_they_are(monkeypatch) -> None:
+    from ds_fsmoe.config import reading
+
+    monkeypatch.setattr(reading.importlib.util, "find_spec", lambda name: None)
+    assert Config(gate={"type": "of another machine", "sharpness": 2}, order="of another machine")["enabled"]

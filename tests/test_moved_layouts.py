@@ -13,10 +13,11 @@ from ds_fsmoe.checkpoint_files.expert_parts import of_one_expert
 from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.whole import Whole
+from tests import test_checkpoint_corners as corners
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.small_model import Case, SmallModel, train_steps
+from tests.small_model import Case, SmallModel
 
 BEFORE, AFTER = 3, 2
 # (ranks, ep, esp, stage, dtype), and how ranks are ordered.
@@ -41,23 +42,13 @@ TARGETS: list[Layout] = [
 
 
 def make(rank: int, layout: Layout, scale: float = 1.0, lr: float = 0.02) -> Any:
-    import ds_fsmoe
-
     world, ep, esp, stage, dtype, order = layout
     case = Case(ep_size=ep, stage=stage, dtype=dtype, k=2, expert="gpt")
     # Ranks of a group of experts have the same first experts.
-    model = SmallModel(case, rank * ep // world if order else rank)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    blocks = {"optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}, "gradient_clipping": 0.0}
-    blocks |= {"use_data_before_expert_parallelism": bool(order)}
-    config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp}, **blocks)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-
-def train(engine: Any, rank: int, first: int, steps: int) -> list[float]:
-    return train_steps(engine, rank, range(first, first + steps))
+    place = rank * ep // world if order else rank
+    blocks = {"optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}}
+    blocks |= {"fsmoe": {"enabled": True, "esp_size": esp}, "use_data_before_expert_parallelism": bool(order)}
+    return corners.make(rank, case, lambda case, _: SmallModel(case, place), scale, **blocks)
 
 
 def save_and_move(
@@ -69,9 +60,9 @@ def save_and_move(
     for number in sources:
         engine = make(rank, SOURCES[number])
         engine.save_checkpoint(f"{folder}/{number}", "start")
-        train(engine, rank, 0, BEFORE)
+        corners.train(engine, rank, 0, BEFORE)
         engine.save_checkpoint(f"{folder}/{number}", "tag")
-        losses[number] = train(engine, rank, BEFORE, AFTER)
+        losses[number] = corners.train(engine, rank, BEFORE, AFTER)
         engine.destroy()
     for source, target in pairs:
         engine = make(rank, TARGETS[target], scale=0.3, lr=0.5)
@@ -80,7 +71,7 @@ def save_and_move(
         assert "optimizer" not in state
         assert engine.global_steps == BEFORE
         engine.save_checkpoint(f"{folder}/{source}-{target}", "tag")
-        losses[source, target] = train(engine, rank, BEFORE, AFTER)
+        losses[source, target] = corners.train(engine, rank, BEFORE, AFTER)
         engine.destroy()
     return losses
 

@@ -17,11 +17,11 @@ import torch
 
 from ds_fsmoe.checkpoint import saving
 from ds_fsmoe.checkpoint_files import manifest, pieces, publishing, tags
-from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.small_model import Case
 from tests.test_checkpoint_corners import make, train
+from tests.test_loads_refused import said_by
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -80,12 +80,6 @@ DIFFERING: dict[str, Callable[[Any, int, str], Any]] = {
     "tag: rank 0: 'other'; rank 1: 'good'": lambda e, r, at: e.load_checkpoint(at, "good" if r else "other"),
     "load_module_only: rank 0: 'False'": lambda e, r, at: e.load_checkpoint(at, "good", load_module_only=r == 1),
 }
-
-
-def said_by(call: Callable[[], Any]) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    return str(caught.value)
 
 
 def said_where_nothing_is(engine: Any, folder: str) -> dict[str, str]:
