@@ -53,63 +53,102 @@ def of_transformers_4(model: nn.Module) -> None:
     block.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
 
-def refused_with_sequence_parallel_ranks(rank: int, world_size: int) -> str:
-    """What is said to the mpu that DeepSpeed's Ulysses makes."""
-    import ds_fsmoe
+def of_another_kind() -> nn.Module:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
-    deepspeed.init_distributed()
-    parallel_state_sp.initialize_sequence_parallel(2)
-    model = model_of("olmoe")
-    with pytest.raises(ds_fsmoe.LayerError) as caught:
-        ds_fsmoe.initialize(
-            model=model, model_parameters=model.parameters(), config=ds_config(1), mpu=parallel_state_sp
-        )
-    return str(caught.value)
+    class Scaled(nn.Module, BaseTunerLayer):
+        def __init__(self, base_layer: nn.Module) -> None:
+            super().__init__()
+            self.base_layer = base_layer
 
-
-def test_sequence_parallel_ranks_are_refused_by_that_name_and_not_as_tensor_parallel_ones(tmp_path: Path) -> None:
-    for said in run_on_ranks(refused_with_sequence_parallel_ranks, 2, tmp_path):
-        assert said.startswith("mpu: sequence parallelism, here over 2 ranks, is not supported with experts of Hugging")
-        assert "leave mpu and sequence_parallel_size out, or sp_size 1" in said
-        assert "tensor" not in said
+    Scaled.__module__ = "peft.tuners.scaled"
+    model = lora_of("olmoe")
+    block = model.base_model.model.model.layers[0].mlp
+    block.experts = Scaled(block.experts)
+    return model
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (tied, "model.layers.1.mlp.experts.down_proj is the same parameter as model.layers.0.mlp.experts.down_proj"),
-        (quantised, "model.layers.0.mlp.experts.down_proj is float8_e4m3fn: quantized experts cannot be trained"),
-        (misshapen, "model.layers.0.mlp.experts, a OlmoeExperts, has the attributes.*do not match its flags"),
-        (more_weights, "model.layers.0.mlp.experts, a OlmoeExperts,.*has weights that are not known: scale"),
-        (of_transformers_4, r"cannot convert \(model.layers.0.mlp.experts, a ModuleList of 4 Linear\)"),
-    ],
-)
-def test_experts_that_cannot_be_taken_over_are_named(change: Callable[[nn.Module], None], sentence: str) -> None:
-    model = model_of("olmoe")
-    change(model)
-    with pytest.raises(LayerError, match=sentence):
-        engine_of(model, ds_config(1))
-    assert not dist.is_initialized()
+def with_more_parameters() -> nn.Module:
+    model = lora_of("olmoe", ("down",))
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    wrapper.magnitude = nn.Parameter(wrapper.lora_A.default.weight.detach().clone())
+    return model
 
 
-@pytest.mark.parametrize(
-    ("block", "others", "sentence"),
-    [
-        ({"gate": "topk"}, {}, 'fsmoe.gate = "topk": not with experts of a Hugging Face model'),
-        ({"dispatch": "padded"}, {}, 'fsmoe.dispatch = "padded": not with experts of a Hugging Face model'),
-        (
-            {"expert_tensor_parallel_size": 2},
-            {"zero_optimization": {"stage": 3}},
-            "fsmoe.expert_tensor_parallel_size = 2: not supported at ZeRO 3",
-        ),
-        ({}, {"expert_parallel": {"enabled": True}}, "take one of the two off, expert_parallel or fsmoe"),
-    ],
-)
-def test_what_does_not_go_with_hugging_faces_experts_is_refused(
-    block: dict[str, Any], others: dict[str, Any], sentence: str
+def laid_out_otherwise() -> nn.Module:
+    """As PEFT did when it took every weight for transposed."""
+    model = lora_of("olmoe", ("down",))
+    wrapper = model.base_model.model.model.layers[0].mlp.experts
+    a, b = wrapper.lora_A.default, wrapper.lora_B.default
+    a.weight, b.weight = nn.Parameter(b.weight.detach().t().clone()), nn.Parameter(a.weight.detach().t().clone())
+    return model
+
+
+def changed(change: Callable[[nn.Module], None]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = model_of("olmoe")
+        change(model)
+        return model
+
+    return make
+
+
+def olmoe() -> nn.Module:
+    return model_of("olmoe")
+
+
+def cut(size: int) -> dict[str, Any]:
+    return {"expert_tensor_parallel_size": size}
+
+
+FIRST, ADAPTED = "model.layers.0.mlp.experts", "base_model.model.model.layers.0.mlp.experts"
+NOT_WITH = "not with experts of a Hugging Face model"
+REFUSED: list[tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str]] = [
+    (changed(tied), {}, {}, f"model.layers.1.mlp.experts.down_proj is the same parameter as {FIRST}.down_proj"),
+    (changed(quantised), {}, {}, f"{FIRST}.down_proj is float8_e4m3fn: quantized experts cannot be trained"),
+    (changed(misshapen), {}, {}, f"{FIRST}, a OlmoeExperts, has the attributes.*do not match its flags"),
+    (changed(more_weights), {}, {}, f"{FIRST}, a OlmoeExperts,.*has weights that are not known: scale"),
+    (changed(of_transformers_4), {}, {}, rf"cannot convert \({FIRST}, a ModuleList of 4 Linear\)"),
+    (lambda: nn.DataParallel(olmoe()), {}, {}, r"the model is a DataParallel: pass the model itself to initialize\(\)"),
+    (olmoe, {"gate": "topk"}, {}, f'fsmoe.gate = "topk": {NOT_WITH}'),
+    (olmoe, {"dispatch": "padded"}, {}, f'fsmoe.dispatch = "padded": {NOT_WITH}'),
+    (olmoe, {}, {"expert_parallel": {"enabled": True}}, "take one of the two off, expert_parallel or fsmoe"),
+    (olmoe, cut(2), {"zero_optimization": {"stage": 3}}, "fsmoe.expert_tensor_parallel_size = 2: not supported at"),
+    (olmoe, cut(5), {}, r"size = 5: .*must divide the hidden width of model.*mlp.experts \(24\); .* 1, 2, 3"),
+    (lambda: model_of("muse_spark"), cut(2), {}, "size = 2: .*normalizes the output of its experts, of which a shard"),
+    (OfTwice, cut(2), {}, "size = 2: .*the experts of experts, a Twice, give other results in shards"),
+    (
+        lambda: nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4)),
+        {"ep_size": 2},
+        {},
+        r"fsmoe.ep_size = 2 applies .* set deepspeed.moe.layer.MoE\(..., ep_size=...\)",
+    ),
+    # Adapters.
+    (
+        lambda: lora_of("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"]),
+        {},
+        {},
+        f"{ADAPTED}: an adapter of gate_up_proj_bias has one A for all experts, .* can be gate_up_proj",
+    ),
+    (
+        lambda: lora_of("olmoe", modules_to_save=["experts"]),
+        {},
+        {},
+        f"{ADAPTED}.original_module: PEFT has wrapped the experts in a ModulesToSaveWrapper, .*a second copy",
+    ),
+    (of_another_kind, {}, {}, f"{ADAPTED}.base_layer: PEFT has wrapped the experts in a Scaled, an adapter of another"),
+    (with_more_parameters, {}, {}, f"{ADAPTED}: has parameters magnitude besides A and B of plain LoRA"),
+    (laid_out_otherwise, {}, {}, rf"{ADAPTED}: A and B of adapter 'default' are \[16, 32\] .* must be \[16, 24\]"),
+]
+"""A model, a block, what is beside it, and what is said."""
+
+
+@pytest.mark.parametrize(("model", "block", "others", "sentence"), REFUSED)
+def test_what_cannot_be_trained_is_refused_by_name_before_any_group(
+    model: Callable[[], nn.Module], block: dict[str, Any], others: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        engine_of(model_of("olmoe"), ds_config(1, **block) | others)
+    with pytest.raises((ConfigError, LayerError), match=sentence):
+        engine_with(model(), ds_config(1, **block) | others)
     assert not dist.is_initialized()
 
 
@@ -145,92 +184,25 @@ def test_sizes_that_do_not_fit_are_refused_before_any_group(monkeypatch: pytest.
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("model", "size", "sentence"),
-    [
-        (lambda: model_of("olmoe"), 5, r"must divide the hidden width of model.*mlp.experts \(24\); .* 1, 2, 3"),
-        (lambda: model_of("muse_spark"), 2, "normalizes the output of its experts, of which a shard has only a part"),
-        (OfTwice, 2, "the experts of experts, a Twice, give other results in shards"),
-    ],
-)
-def test_experts_that_cannot_be_cut_are_refused_with_the_reason(
-    model: Callable[[], nn.Module], size: int, sentence: str
-) -> None:
-    with pytest.raises(LayerError, match=f"expert_tensor_parallel_size = {size}: .*{sentence}"):
-        engine_of(model(), ds_config(1, expert_tensor_parallel_size=size))
-    assert not dist.is_initialized()
+def refused_with_sequence_parallel_ranks(rank: int, world_size: int) -> str:
+    """What is said to the mpu that DeepSpeed's Ulysses makes."""
+    import ds_fsmoe
+
+    deepspeed.init_distributed()
+    parallel_state_sp.initialize_sequence_parallel(2)
+    model = model_of("olmoe")
+    with pytest.raises(ds_fsmoe.LayerError) as caught:
+        ds_fsmoe.initialize(
+            model=model, model_parameters=model.parameters(), config=ds_config(1), mpu=parallel_state_sp
+        )
+    return str(caught.value)
 
 
-def test_an_ep_size_for_stock_layers_alone_and_a_wrapped_model_are_refused_with_what_to_write() -> None:
-    model = nn.Sequential(MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4))
-    message = r"fsmoe.ep_size = 2 applies .* set deepspeed.moe.layer.MoE\(..., ep_size=...\)"
-    with pytest.raises(ConfigError, match=message):
-        engine_of(model, ds_config(1, ep_size=2))
-    with pytest.raises(LayerError, match=r"the model is a DataParallel: pass the model itself to initialize\(\)"):
-        engine_of(nn.DataParallel(model_of("olmoe")), ds_config(1))
-
-
-# ---- adapters
-
-EXPERTS = "base_model.model.model.layers.0.mlp.experts"
-
-
-def of_biases() -> nn.Module:
-    return lora_of("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
-
-
-def with_a_copy() -> nn.Module:
-    return lora_of("olmoe", modules_to_save=["experts"])
-
-
-def of_another_kind() -> nn.Module:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    class Scaled(nn.Module, BaseTunerLayer):
-        def __init__(self, base_layer: nn.Module) -> None:
-            super().__init__()
-            self.base_layer = base_layer
-
-    Scaled.__module__ = "peft.tuners.scaled"
-    model = lora_of("olmoe")
-    block = model.base_model.model.model.layers[0].mlp
-    block.experts = Scaled(block.experts)
-    return model
-
-
-def with_more_parameters() -> nn.Module:
-    model = lora_of("olmoe", ("down",))
-    wrapper = model.base_model.model.model.layers[0].mlp.experts
-    wrapper.magnitude = nn.Parameter(wrapper.lora_A.default.weight.detach().clone())
-    return model
-
-
-def laid_out_otherwise() -> nn.Module:
-    """As PEFT did when it took every weight for transposed."""
-    model = lora_of("olmoe", ("down",))
-    wrapper = model.base_model.model.model.layers[0].mlp.experts
-    a, b = wrapper.lora_A.default, wrapper.lora_B.default
-    a.weight, b.weight = nn.Parameter(b.weight.detach().t().clone()), nn.Parameter(a.weight.detach().t().clone())
-    return model
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (of_biases, rf"{EXPERTS}: an adapter of gate_up_proj_bias has one A for all experts, .* can be gate_up_proj"),
-        (
-            with_a_copy,
-            rf"{EXPERTS}.original_module: PEFT has wrapped the experts in a ModulesToSaveWrapper, .*a second copy",
-        ),
-        (of_another_kind, rf"{EXPERTS}.base_layer: PEFT has wrapped the experts in a Scaled, an adapter of another"),
-        (with_more_parameters, rf"{EXPERTS}: has parameters magnitude besides A and B of plain LoRA"),
-        (laid_out_otherwise, rf"{EXPERTS}: A and B of adapter 'default' are \[16, 32\] .* must be \[16, 24\] and \[32"),
-    ],
-)
-def test_adapters_of_experts_that_cannot_be_cut_are_named(made: Callable[[], nn.Module], sentence: str) -> None:
-    with pytest.raises(LayerError, match=sentence):
-        engine_with(made(), ds_config(1))
-    assert not dist.is_initialized()
+def test_sequence_parallel_ranks_are_refused_by_that_name_and_not_as_tensor_parallel_ones(tmp_path: Path) -> None:
+    for said in run_on_ranks(refused_with_sequence_parallel_ranks, 2, tmp_path):
+        assert said.startswith("mpu: sequence parallelism, here over 2 ranks, is not supported with experts of Hugging")
+        assert "leave mpu and sequence_parallel_size out, or sp_size 1" in said
+        assert "tensor" not in said
 
 
 def test_dora_on_experts_is_refused_by_peft_itself() -> None:

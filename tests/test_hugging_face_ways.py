@@ -39,7 +39,6 @@ from tests.test_hugging_face import (
     ds_config,
     engine_of,
     furthest,
-    off_loss,
 )
 
 Weights = tuple[str, ...] | None
@@ -174,17 +173,10 @@ def uneven(rank: int, world_size: int, weights: Weights, stage: int, checkpointi
         options = {"use_reentrant": checkpointing == "reentrant"}
         engine.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         engine.module.enable_input_require_grads()
-    optimizer = torch.optim.SGD(trained(reference), lr=0.5)
     for number in range(2):
         xs = [batch(10 * number + each, 1, (5, 13)[each]) for each in range(world_size)]
-        losses = [reference(input_ids=x, labels=x).loss for x in xs]
-        optimizer.zero_grad()
-        torch.stack(losses).mean().backward()
-        optimizer.step()
-        loss = engine(input_ids=xs[rank], labels=xs[rank]).loss
-        engine.backward(loss)
-        engine.step()
-        said += [f"step {number}: {each}" for each in off_loss(loss, losses[rank])]
+        differs = train(engine, reference, rank, world_size, 1, 0.5, lambda _, xs=xs: xs)
+        said += [f"{number}: {each}" for each in differs]
         x = batch(99, 1, 7 + 4 * rank)
         said += [f"evaluated: {each}" for each in evaluated(engine, reference, x)]
         if weights is not None:

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard
+from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, Shard, of_one_expert
+from ds_fsmoe.checkpoint_files.numbering import Numbering
 from ds_fsmoe.checkpoint_files.pieces import Source, elements_of_part
 from tests.covering import covering
 from tests.taken_bytes import Taken
@@ -72,3 +73,22 @@ def test_gate_and_value_are_cut_alike_and_the_last_bias_is_the_first_shards() ->
     bias = torch.randn(2, 5)
     assert torch.equal(Shard(2, 0, None).take(bias), bias)
     assert not Shard(2, 1, None).take(bias).any()
+
+
+@pytest.mark.parametrize(("experts", "ep", "esp"), [(4, 2, 1), (4, 2, 2), (6, 3, 2), (6, 1, 3), (5, 5, 2)])
+def test_numbers_of_shards_lead_to_each_shard_of_each_expert_once(experts: int, ep: int, esp: int) -> None:
+    numbering = Numbering(experts, ep, esp)
+    met = [numbering.meant(number) for number in range(experts * esp)]
+    assert sorted(met) == [(expert, shard) for expert in range(experts) for shard in range(esp)]
+    assert [numbering.number(*each) for each in met] == list(range(experts * esp))
+
+
+def test_shards_that_are_cut_out_join_to_the_whole() -> None:
+    whole = torch.randn(6, 12)
+    for cut in (0, 1, "first", "whole"):
+        shards = [of_one_expert(cut, shard, 3).take(whole[None])[0] for shard in range(3)]
+        shard = of_one_expert(cut, 0, 3).shard
+        found = shards[0] if shard is None else shard.join([each.unsqueeze(0) for each in shards])[0]
+        assert torch.equal(found, whole)
+    with pytest.raises(ValueError, match=r"shape \[1, 6, 12\]: dimension 2 does not divide into 5 shards"):
+        of_one_expert(1, 0, 5).take(whole[None])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that was stopped goes on to the bit; plans and generators go on too. Checkpoints are DeepSpeed's, whoever wrote
-them: stock to ours to stock goes on with the same losses."""
+"""A run that was stopped goes on to the bit, with its plans and generators, from a checkpoint of stock DeepSpeed too;
+and in any other layout as exactly as rounding allows: other ranks, ep, esp, ZeRO stage, precision."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from ds_fsmoe.checkpoint_files.pieces import MASTER
+from ds_fsmoe.checkpoint_files.whole import Whole
+from tests import test_checkpoint_corners as corners
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
-from tests.samples import sampled
+from tests.samples import draw, sampled
 from tests.small_model import Case, SmallModel, batch
 
 BEFORE, AFTER = 3, 2
@@ -166,3 +169,103 @@ def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]
 def test_plans_are_taken_from_the_checkpoint_and_not_measured_again(tmp_path: Path) -> None:
     for found in run_on_ranks(tuned_and_resumed, 2, tmp_path, str(tmp_path / "saved")):
         assert found == {"same": True, "equal": True, "measured": 0}
+
+
+# ---- in any other layout: every number arrives, to the bit
+
+
+class Layout(NamedTuple):
+    world: int
+    ep: int
+    esp: int
+    stage: int
+    dtype: str = "fp32"
+    order: str = ""
+    """How ranks are ordered."""
+
+
+SOURCES = [
+    *(Layout(4, 2, 1, 1), Layout(4, 2, 2, 2), Layout(2, 2, 1, 0)),
+    *(Layout(2, 1, 2, 0, "bf16"), Layout(2, 2, 1, 2, "bf16")),
+]
+TARGETS = [
+    *(Layout(4, 4, 1, 2), Layout(4, 1, 2, 1), Layout(4, 2, 1, 0, "bf16"), Layout(2, 1, 1, 1, "bf16")),
+    *(Layout(2, 1, 2, 0), Layout(2, 2, 1, 2), Layout(1, 1, 1, 1), Layout(4, 2, 1, 1, "fp32", "data before experts")),
+]
+
+
+def make_in(rank: int, layout: Layout, scale: float = 1.0, lr: float = 0.02) -> Any:
+    case = Case(ep_size=layout.ep, stage=layout.stage, dtype=layout.dtype, k=2, expert="gpt")
+    # Ranks of a group of experts have the same first experts.
+    place = rank * layout.ep // layout.world if layout.order else rank
+    blocks = {"optimizer": {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}}
+    blocks |= {"fsmoe": {"enabled": True, "esp_size": layout.esp}}
+    blocks["use_data_before_expert_parallelism"] = bool(layout.order)
+    return corners.make(rank, case, lambda case, _: SmallModel(case, place), scale, **blocks)
+
+
+def save_and_move(
+    rank: int, world_size: int, sources: list[int], pairs: list[tuple[int, int]], folder: str
+) -> dict[Any, list[float]]:
+    """Save sources, and move pairs of a source and a target; the losses of each that goes on."""
+    hurry()
+    losses: dict[Any, list[float]] = {}
+    for number in sources:
+        engine = make_in(rank, SOURCES[number])
+        engine.save_checkpoint(f"{folder}/{number}", "start")
+        corners.train(engine, rank, 0, BEFORE)
+        engine.save_checkpoint(f"{folder}/{number}", "tag")
+        losses[number] = corners.train(engine, rank, BEFORE, AFTER)
+        engine.destroy()
+    for source, target in pairs:
+        engine = make_in(rank, TARGETS[target], scale=0.3, lr=0.5)
+        path, state = engine.load_checkpoint(f"{folder}/{source}", "tag")
+        assert path is not None
+        assert "optimizer" not in state
+        assert engine.global_steps == BEFORE
+        engine.save_checkpoint(f"{folder}/{source}-{target}", "tag")
+        losses[source, target] = corners.train(engine, rank, BEFORE, AFTER)
+        engine.destroy()
+    return losses
+
+
+PAIRS = [(source, target) for source in range(len(SOURCES)) for target in range(len(TARGETS))]
+# The same ranks and fp32, so that losses can be compared; and three others, which move everything else.
+SAMPLE = [(2, 5), *draw("layouts that move", [pair for pair in PAIRS if pair != (2, 5)], 3)]
+
+
+@pytest.mark.long
+@sampled("pairs", [SAMPLE, PAIRS], kept=[0], drawn=0, ids=["a sample", "all"])
+def test_weights_and_states_arrive_to_the_bit_and_a_run_goes_on_as_if_it_had_not_been_moved(
+    pairs: list[tuple[int, int]], tmp_path: Path
+) -> None:
+    folder, losses = tmp_path / "saved", {}
+    needed = {1, 2, *(source for source, _ in pairs)}  # one with shards, whose model is compared, too
+    for ranks in (2, 4, 2, 1):
+        sources = [at for at in needed if SOURCES[at].world == ranks and at not in losses]
+        ready = [(at, to) for at, to in pairs if TARGETS[to].world == ranks and at in {*losses, *sources}]
+        ready = [each for each in ready if each not in losses]
+        if sources or ready:
+            ranks_folder = tmp_path / f"ranks {len(losses)}"
+            losses |= run_on_ranks(save_and_move, ranks, ranks_folder, sources, ready, str(folder))[0]
+    # Whatever the layout, the same model is read: shards that were put together wrongly would come back as they were.
+    first, *others = (Whole(folder / str(at) / "start") for at in needed if SOURCES[at].dtype == "fp32")
+    for name in first.names():
+        assert all(torch.equal(first.weights(name), other.weights(name)) for other in others), name
+    for source, target in pairs:
+        was, now = Whole(folder / str(source) / "tag"), Whole(folder / f"{source}-{target}" / "tag")
+        assert sorted(was.names()) == sorted(now.names())
+        assert len(list(now.names())) == 4 + 2 + 2 * 4 * 4
+        for name in was.names():
+            for item in (MASTER, "exp_avg", "exp_avg_sq"):
+                assert torch.equal(was.part(name, item), now.part(name, item)), (source, target, name, item)
+            expected = was.part(name, MASTER).to(now.weights(name).dtype)
+            assert torch.equal(now.weights(name), expected), (source, target, name)
+        steps, steps_now = ({group.scalars["step"] for group in each.index.groups} for each in (was, now))
+        # DeepSpeed's ZeRO counts one more: it makes a step with zeros when it begins.
+        assert steps == steps_now
+        assert steps in ({float(BEFORE)}, {float(BEFORE + 1)})
+        assert {group.options["lr"] for group in now.index.groups} == {0.02}
+        was, now = SOURCES[source], TARGETS[target]
+        if was.world == now.world and was.dtype == now.dtype == "fp32":
+            assert losses[source, target] == pytest.approx(losses[source], rel=2e-5), (source, target)
