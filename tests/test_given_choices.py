@@ -54,7 +54,7 @@ def assert_equal(routing: Routing, loop: Any, parameter: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["all used", "some unused"])
-@sampled(("name", "options"), CASES, kept=range(0, len(CASES), 3), ids=str)
+@sampled(("name", "options"), CASES, kept=range(0, len(CASES), 6), ids=str)
 def test_weights_losses_and_gradients_follow_the_formula_at_the_choice_that_is_given(
     name: str, options: dict[str, Any], masked: bool
 ) -> None:
