@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What earlier versions have written stays readable: a checkpoint of 0.1.0, and blocks in the words of then.
 
-``data/before/checkpoint.tar.xz`` is what two ranks had saved after :data:`STEPS` steps of ``make(0)``; ``checkpoint.json``
-has the facts of then. Neither is ever written again, whatever modules and fields are called by now.
+``data/before/checkpoint.tar.xz`` is what two ranks had saved after :data:`STEPS` steps of ``make(0)``;
+``checkpoint.json`` has the facts of then. Neither is ever written again, whatever modules and fields are called by now.
 """
 
 from __future__ import annotations
