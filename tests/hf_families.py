@@ -19,49 +19,21 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 NUM_EXPERTS, NUM_CHOICES, WIDTH = 4, 2, 32
 MOST_PARAMETERS = 20_000_000
 SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "unpadded_vocab_size": 128,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": NUM_EXPERTS,
-    "num_local_experts": NUM_EXPERTS,
-    "n_routed_experts": NUM_EXPERTS,
-    "moe_num_experts": NUM_EXPERTS,
-    "num_experts_per_tok": NUM_CHOICES,
-    "top_k_experts": NUM_CHOICES,
-    "moe_topk": NUM_CHOICES,
-    "moe_k": NUM_CHOICES,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "head_dim": 8,
-    "first_k_dense_replace": 0,
-    "num_dense_layers": 0,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_expert_group": 1,
-    "n_shared_experts": 1,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 128,
-    "router_aux_loss_coef": 0.01,
+    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), 128),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), NUM_EXPERTS),
+    **dict.fromkeys(("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k"), NUM_CHOICES),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 24),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 0),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts"), 1),
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "eos_token_id"), 2),
+    **dict.fromkeys(("head_dim", "hidden_size_per_layer_input"), 8),
+    **{"hidden_size": WIDTH, "num_attention_heads": 4, "max_position_embeddings": 64},
+    **{"pad_token_id": 0, "bos_token_id": 1, "router_aux_loss_coef": 0.01},
 }
 """What a tiny model has, as far as its configuration knows the word."""
 LATENT_ATTENTION = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "qk_head_dim": 12,
-    "index_n_heads": 2,
-    "index_head_dim": 8,
-    "index_topk": 8,
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    **{"qk_head_dim": 12, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8},
 }
 """Heads in two parts; then nothing may say how wide a head is."""
 
@@ -75,50 +47,29 @@ def families() -> list[str]:
     return sorted({each.parent.name for each in files if "@use_experts_implementation" in each.read_text("utf-8")})
 
 
+def _rope(*sections: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}}
+
+
+SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
 OWN: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_d_state": 8,
-        "layer_types": ["mamba", "attention"],
-    },
+    "granitemoehybrid": dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_d_state"), 8)
+    | {"layer_types": ["mamba", "attention"]},
     "jamba": {"expert_layer_period": 1, "expert_layer_offset": 0, "attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "nemotron_h": {
-        "layers_block_type": ["moe", "attention"],
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 8,
-        "n_groups": 1,
-    },
-    "hy_v4_vl_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}},
+    "nemotron_h": dict.fromkeys(("mamba_num_heads", "mamba_head_dim"), 8)
+    | {"layers_block_type": ["moe", "attention"], "n_groups": 1},
+    "hy_v4_vl_text": _rope(1, 1, 0),
     "glm5_next_text": {"index_kpool": 4, "qk_rope_head_dim": 0, "qk_head_dim": 8},
-    "deepseek_ocr2_text": {"mlp_layer_types": ["sparse", "sparse"]},
-    "ernie4_5_vl_moe_text": {
-        "moe_intermediate_size": [24, 16],
-        "mlp_layer_types": ["sparse", "sparse"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
-    },
+    "deepseek_ocr2_text": SPARSE,
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 16]} | SPARSE | _rope(1, 1, 2),
     "flint": {"mlp_only_layers": []},
-    "glm4v_moe_text": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [1, 1, 0],
-        }
-    },
+    "glm4v_moe_text": _rope(1, 1, 0, partial_rotary_factor=0.5),
     "mistral4": {"head_dim": 12},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 8,
-        "indexer_budget": 8,
-        "indexer_compress_ratio": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "hc_lowrank": 8,
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8},
+        **{"indexer_compress_ratio": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2},
+        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "hc_lowrank": 8},
     },
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": NUM_CHOICES, "num_experts": NUM_EXPERTS},

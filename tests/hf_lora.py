@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from tests.hf_families import batch, model_of
-from tests.test_hugging_face import TOLERANCE, engine_of, furthest
+from tests.test_hugging_face import TOLERANCE, differing_gradients, engine_of, furthest, off_loss
 
 ATTENTION = ["q_proj", "v_proj"]
 BOTH = ("up", "down")
@@ -63,40 +63,10 @@ def engine_with(model: nn.Module, config: dict[str, Any], every: bool = False) -
     return engine_of(model, config, list(model.parameters()) if every else trained(model))
 
 
-def losses_of(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The loss of each rank's sequence."""
-    return [model(input_ids=each[None], labels=each[None]).loss for each in x]
-
-
 def step(engine: Any, x: torch.Tensor, rank: int) -> float:
     loss = engine(input_ids=x[rank : rank + 1], labels=x[rank : rank + 1]).loss
     engine.backward(loss)
     return loss.item()
-
-
-def part_for(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Of a whole tensor, what a rank has of it."""
-    from ds_fsmoe.checkpoint_files.expert_parts import part_of
-
-    part = part_of(parameter)
-    return whole if part is None else part.take(whole)
-
-
-def differing_gradients(engine: Any, reference: nn.Module, tolerance: float = TOLERANCE) -> Iterator[str]:
-    from deepspeed.utils import safe_get_full_grad
-
-    wanted = {name: each.grad for name, each in reference.named_parameters() if each.requires_grad}
-    own = {name: each for name, each in engine.module.named_parameters() if each.requires_grad}
-    if wanted.keys() != own.keys():
-        yield f"other parameters train: {sorted(wanted.keys() ^ own.keys())}"
-    for name, parameter in own.items():
-        if wanted[name] is None:
-            continue
-        found = safe_get_full_grad(parameter)
-        # Without ZeRO it is the parameter's own.
-        whole = wanted[name] if engine.zero_optimization_stage() else part_for(parameter, wanted[name])
-        if not furthest(found, whole) <= tolerance:
-            yield f"gradient of {name} is off by {furthest(found, whole):.1e}"
 
 
 def differing_weights(engine: Any, reference: nn.Module) -> Iterator[str]:
@@ -113,16 +83,26 @@ def differing_weights(engine: Any, reference: nn.Module) -> Iterator[str]:
             yield f"{name} is off by {furthest(found, whole):.1e}"
 
 
-def train(engine: Any, reference: nn.Module, rank: int, world_size: int, steps: int, lr: float) -> Iterator[str]:
-    """Take steps of SGD on both, and say what differs."""
+def train(
+    engine: Any,
+    reference: nn.Module,
+    rank: int,
+    world_size: int,
+    steps: int,
+    lr: float,
+    batches: Callable[[int], Sequence[torch.Tensor]] | None = None,
+) -> Iterator[str]:
+    """Take steps of SGD on both, of the batches of all ranks; what differs, of losses and of the first gradients."""
     optimizer = torch.optim.SGD(trained(reference), lr=lr)
     for number in range(steps):
-        x = batch(number, world_size)
-        losses = losses_of(reference, x)
+        xs = batch(number, world_size).split(1) if batches is None else batches(number)
+        losses = [reference(input_ids=x, labels=x).loss for x in xs]
         optimizer.zero_grad()
         torch.stack(losses).mean().backward()
         optimizer.step()
-        loss = step(engine, x, rank)
+        loss = engine(input_ids=xs[rank], labels=xs[rank]).loss
+        engine.backward(loss)
+        if number == 0:
+            yield from differing_gradients(engine, reference, 3 * TOLERANCE)
         engine.step()
-        if not abs(loss - losses[rank].item()) <= TOLERANCE * losses[rank].item():
-            yield f"step {number}: loss {loss} for {losses[rank].item()}"
+        yield from (f"step {number}: {each}" for each in off_loss(loss, losses[rank]))

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corners of saving and loading in which something could get lost."""
+"""Corners of saving and loading in which something could get lost; ranks share the checksums of a checkpoint."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
 
+from ds_fsmoe.checkpoint import saving
+from ds_fsmoe.checkpoint_files import manifest
+from ds_fsmoe.checkpoint_files.manifest import read_manifest, sum_of
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
@@ -25,16 +32,12 @@ pytestmark = pytest.mark.long
 ADAM = {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}
 
 
-class Wrapped(nn.Module):
-    """A model whose path has "expert" in it, with two names for one parameter."""
+class Tied(SmallModel):
+    """A model with two names for one parameter."""
 
     def __init__(self, case: Case, rank: int) -> None:
-        super().__init__()
-        self.expert_part = SmallModel(case, rank)
-        self.tied = self.expert_part.first
-
-    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.expert_part(*args)
+        super().__init__(case, rank)
+        self.tied = self.first
 
 
 def make(rank: int, case: Case, model_class: Any = SmallModel, scale: float = 1.0, **blocks: Any) -> Any:
@@ -53,19 +56,11 @@ def train(engine: Any, rank: int, first: int, steps: int = 2) -> list[float]:
     return train_steps(engine, rank, range(first, first + steps))
 
 
-def keep_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
-    hurry()
+def keep_all(rank: int, folder: str) -> dict[str, bool]:
     found = {}
-    # Weights under a path with "expert" in it, of a residual layer.
-    case = Case(ep_size=2, stage=1, dtype="bf16", use_residual=True)
-    engine = make(rank, case, Wrapped)
+    engine = make(rank, Case(ep_size=2, stage=1, dtype="bf16"), Tied)
     train(engine, rank, 0)
-    engine.save_checkpoint(f"{folder}/path")
-    expected = train(engine, rank, 2)
-    engine.destroy()
-    engine = make(rank, case, Wrapped, scale=0.3)
-    engine.load_checkpoint(f"{folder}/path")
-    found["path"] = train(engine, rank, 2) == expected
+    engine.save_checkpoint(f"{folder}/tied")
     engine.destroy()
     # An optimizer without states, and weights alone where the optimizer has copies of its own.
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
@@ -94,17 +89,80 @@ def keep_all(rank: int, world_size: int, folder: str) -> dict[str, bool]:
     return found
 
 
-def test_nothing_is_lost_in_corners(tmp_path: Path) -> None:
-    for found in run_on_ranks(keep_all, 2, tmp_path / "ranks", str(tmp_path / "saved")):
-        assert all(found.values()), found
-    saved = tmp_path / "saved"
+SUMS, MERGES = "files summed up", "indices merged"
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """What this rank does within the block, by kind."""
+    counts = Counter[str]({SUMS: 0, MERGES: 0})
+
+    def counting(what: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_act(*args: Any) -> Any:
+            counts[what] += 1
+            return act(*args)
+
+        return counted_act
+
+    with (
+        patch.object(manifest, "sum_of", counting(SUMS, sum_of)),
+        patch.object(saving, "merged", counting(MERGES, saving.merged)),
+    ):
+        yield counts
+
+
+def save_and_load(rank: int, folder: str) -> dict[str, tuple[int, dict[str, int]]]:
+    found: dict[str, tuple[int, dict[str, int]]] = {}
+    for name, options in {"shared": {}, "of a node": {"checkpoint": {"use_node_local_storage": True}}}.items():
+        engine = make(rank, Case(ep_size=2, stage=1, k=2), **options)
+        train(engine, rank, 0)
+        with counted() as counts:
+            engine.save_checkpoint(f"{folder}/{name}", "tag")
+        num_files = len(read_manifest(Path(folder) / name / "tag").files)
+        found[f"save, {name}"] = num_files, counts
+        with counted() as counts:
+            engine.load_checkpoint(f"{folder}/{name}", "tag")
+        found[f"load, {name}"] = num_files, counts
+        engine.destroy()
+    engine = make(rank, Case(ep_size=1, stage=2, k=2))
+    with counted() as counts:
+        engine.load_checkpoint(f"{folder}/shared", "tag")
+    found["load, moved"] = found["load, shared"][0], counts
+    engine.destroy()
+    return found
+
+
+def in_corners(rank: int, world_size: int, folder: str) -> tuple[dict[str, bool], dict[str, Any]]:
+    hurry()
+    return keep_all(rank, folder), save_and_load(rank, folder)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    root = tmp_path_factory.mktemp("corners")
+    return root / "saved", run_on_ranks(in_corners, 2, root / "ranks", str(root / "saved"))
+
+
+def test_nothing_is_lost_in_corners(found: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    saved, of_ranks = found
+    for kept, _ in of_ranks:
+        assert all(kept.values()), kept
     was, now = (Whole(saved / name / "global_step2") for name in ("sgd", "sgd moved"))
     for name in was.names():
         assert torch.equal(was.weights(name), now.part(name, MASTER)), name
     # Both names of a tied parameter have the optimizer's digits.
-    assert main(["convert", str(saved / "path"), str(tmp_path / "fp32"), "--to", "fp32"]) == 0
-    from safetensors.torch import load_file
+    assert main(["convert", str(saved / "tied"), str(tmp_path / "fp32"), "--to", "fp32"]) == 0
+    weights = load_file(tmp_path / "fp32" / "model.safetensors")
+    assert torch.equal(weights["tied.weight"], weights["first.weight"])
+    assert not torch.equal(weights["tied.weight"], weights["tied.weight"].bfloat16().float())
 
-    found = load_file(tmp_path / "fp32" / "model.safetensors")
-    assert torch.equal(found["tied.weight"], found["expert_part.first.weight"])
-    assert not torch.equal(found["tied.weight"], found["tied.weight"].bfloat16().float())
+
+def test_ranks_sum_up_each_file_once_and_one_makes_the_index(found: tuple[Path, list[Any]]) -> None:
+    first, second = (counts for _, counts in found[1])
+    assert len(first) == 5
+    for name in first:
+        num_files, of_first = first[name]
+        _, of_second = second[name]
+        assert of_first[SUMS] + of_second[SUMS] == num_files > 8, name
+        assert abs(of_first[SUMS] - of_second[SUMS]) <= 1, name
+        assert (of_first[MERGES], of_second[MERGES]) == (name.startswith("save"), 0), name

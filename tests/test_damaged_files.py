@@ -9,6 +9,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import types
@@ -33,7 +34,6 @@ from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.engine.command_line import read_given
-from ds_fsmoe.engine.routing_data import RoutingData
 from ds_fsmoe.files.learned_batches import UselessLearnedError, read_learned
 from ds_fsmoe.files.runs import NoRunError, read_run
 from ds_fsmoe.files.traces import read_trace
@@ -46,11 +46,11 @@ from ds_fsmoe.planning.cluster import cluster_as_json, load_cluster
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from ds_fsmoe.planning.job.measured import Timing
 from ds_fsmoe.routes.recorded import RoutingFileError, read_routing, write_packed
-from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, as_text, part_file, saved
+from ds_fsmoe.routes.written import Choices, Part, RankFacts, RoutedLayer, as_text, part_file, saved, sealed
 from ds_fsmoe.untrusted import MOST_EXPERTS, MOST_LAYERS, MOST_RANKS
 from tests.ranks import run_on_ranks
 from tests.report_runs import record, record_details
-from tests.samples import draw
+from tests.samples import draw, sampled
 
 # ---- what damage there is
 
@@ -195,11 +195,6 @@ def cache(folder: Path) -> Path:
     return folder / "cache.json"
 
 
-def learned_batches(folder: Path) -> Path:
-    learned = {"tokens": 4096, "ep_size": 4, "runner_up": 2, "runner_up_costs": 1.5}
-    return written(folder / "learned.json", {"format": 1, "job": {"ranks": 4}, "learned": learned})
-
-
 def manifest(folder: Path) -> Path:
     MANIFEST.write(folder)
     return folder / "fsmoe.json"
@@ -254,74 +249,56 @@ def placements() -> Any:
     return found
 
 
+def json_of(content: Any, name: str = "file.json") -> Callable[[Path], Path]:
+    return lambda folder: written(folder / name, content)
+
+
+def run_file(name: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        record_details(record(folder / "run", "best"))
+        return folder / "run" / name
+
+    return write
+
+
+LEARNED = {"tokens": 4096, "ep_size": 4, "runner_up": 2, "runner_up_costs": 1.5}
+BLOCK = json.loads(FSMoEBlock(enabled=True).model_dump_json())
+BLOCK |= {"gate": {"type": "gshard", "k": 2}, "metrics": "off", "schedule": "fsmoe"}
+CLUSTER = cluster_as_json(load_cluster("testbed_a"))
 READERS: dict[str, Reader] = {
-    "cluster": Reader(
-        lambda at: written(at / "cluster.json", cluster_as_json(load_cluster("testbed_a"))),
-        lambda path: load_cluster(str(path)),
-        ValueError,
-    ),
-    "model": Reader(lambda at: written(at / "model.json", MODEL), read_hf_config, ValueError),
-    "loads": Reader(
-        lambda at: written(at / "loads.json", {"moe": np.arange(64).reshape(8, 8).tolist()}),
-        lambda path: read_loads(path, 8),
-        ValueError,
-    ),
-    "block": Reader(
-        lambda at: written(at / "block.json", whole_block()),
-        lambda path: read_given(str(path)),
-        ValueError,
-    ),
+    "cluster": Reader(json_of(CLUSTER), lambda path: load_cluster(str(path)), ValueError),
+    "model": Reader(json_of(MODEL), read_hf_config, ValueError),
+    "loads": Reader(json_of({"moe": [[*range(8)]] * 8}), lambda path: read_loads(path, 8), ValueError),
+    "block": Reader(json_of(BLOCK), lambda path: read_given(str(path)), ValueError),
     "placement": Reader(
-        lambda at: written(at / "placement.json", {"format": 1, "layers": {"moe": PLACES}}),
-        lambda path: placements().load(str(path)),
-        ConfigError,
+        json_of({"format": 1, "layers": {"moe": PLACES}}), lambda path: placements().load(str(path)), ConfigError
     ),
     "cache": Reader(cache, lambda path: read_measurements(path, FINGERPRINT), UselessFileError),
-    "learned batches": Reader(learned_batches, read_learned, UselessLearnedError),
+    "learned batches": Reader(
+        json_of({"format": 1, "job": {"ranks": 4}, "learned": LEARNED}), read_learned, UselessLearnedError
+    ),
     "recording": Reader(lambda at: part_file(routing(at), 0, 0), lambda path: read_all(path.parent), RoutingFileError),
     "old recording": Reader(
         lambda at: part_file(routing_of_before(at / "old"), 0, 0), lambda path: read_all(path.parent), RoutingFileError
     ),
     "packed recording": Reader(packed, read_all, RoutingFileError),
     "manifest": Reader(manifest, lambda path: read_manifest(path.parent), CheckpointError),
-    "index": Reader(
-        lambda at: written(at / pieces.NAME, INDEX.as_json()),
-        lambda path: read_index(path.parent, None),
-        CheckpointError,
-    ),
+    "index": Reader(json_of(INDEX.as_json(), pieces.NAME), lambda path: read_index(path.parent, None), CheckpointError),
     "weights": Reader(weights, read_file, CheckpointError),
     "pickle": Reader(pickled, read_pickled, CheckpointError),
     "tensors": Reader(tensors, read_tensors, CheckpointError),
     "index of tensors": Reader(tensors_of_index, lambda path: read_tensors(path.parent), CheckpointError),
-    "trace": Reader(
-        lambda at: record(at / "run", "best") / "trace" / "rank0.json",
-        read_trace,
-        ValueError,
-    ),
+    "trace": Reader(lambda at: record(at / "run", "best") / "trace" / "rank0.json", read_trace, ValueError),
     "owner": Reader(owner, lambda path: owner_of(path.parent), NoRunError),
     **{
-        f"run: {name}": Reader(
-            lambda at, name=name: details(at / "run") / name, lambda path: read_run(path.parent), NoRunError
-        )
+        f"run: {name}": Reader(run_file(name), lambda path: read_run(path.parent), NoRunError)
         for name in ("run.json", "steps.jsonl", "plans.json", "routers.jsonl", "compared.jsonl")
     },
 }
-
-
-def details(folder: Path) -> Path:
-    record_details(record(folder, "best"))
-    return folder
-
-
-def whole_block() -> dict[str, Any]:
-    found = json.loads(FSMoEBlock(enabled=True).model_dump_json())
-    return found | {"gate": {"type": "gshard", "k": 2}, "metrics": "off", "schedule": "fsmoe"}
-
-
 FAST = settings(max_examples=50, suppress_health_check=list(HealthCheck), database=None, report_multiple_bugs=False)
 
 
-@pytest.mark.parametrize("name", READERS)
+@sampled("name", list(READERS), drawn=12)
 def test_a_damaged_file_is_read_or_refused_in_words_that_name_it(name: str, tmp_path: Path) -> None:
     reader = READERS[name]
     file = reader.write(tmp_path)
@@ -355,7 +332,7 @@ def test_a_block_is_read_or_refused_in_words() -> None:
     @settings(FAST, max_examples=120)
     @given(st.data())
     def look(data: st.DataObject) -> None:
-        block: Any = data.draw(st.sampled_from((whole_block(), whole_block(), {"enabled": True})))
+        block: Any = data.draw(st.sampled_from((BLOCK, BLOCK, {"enabled": True})))
         for _ in range(data.draw(st.integers(1, 3))):
             block = data.draw(with_one_place_changed(block))
         try:
@@ -371,11 +348,74 @@ def test_a_block_is_read_or_refused_in_words() -> None:
     assert len(refused) > 50
 
 
+# ---- recordings of routing have checksums
+
+
+def test_no_changed_byte_of_a_recording_is_read_as_what_was_recorded(tmp_path: Path) -> None:
+    file = part_file(routing(tmp_path), 0, 0)
+    whole = file.read_bytes()
+    assert len(read_routing(tmp_path)) == 2
+    for at in draw("changed bytes", range(len(whole)), 500):
+        changed = bytearray(whole)
+        changed[at] ^= 1 << at % 8
+        file.write_bytes(changed)
+        with pytest.raises(RoutingFileError, match=str(file)):
+            read_all(tmp_path)
+
+
+def test_a_cut_recording_is_read_as_far_as_it_goes_and_says_that_it_was_not_closed(tmp_path: Path) -> None:
+    file = part_file(routing(tmp_path), 0, 0)
+    whole = file.read_bytes()
+    assert read_routing(tmp_path).problems == ()
+    lengths = set()
+    for end in [*range(len(whole) // 4, len(whole), 7), len(whole) - 1]:
+        file.write_bytes(whole[:end])
+        try:
+            recording = read_routing(tmp_path)
+        except RoutingFileError:  # not even its first lines are there
+            assert not lengths
+            continue
+        lengths.add(len(recording))
+        for key in recording:
+            assert recording.choices(*key).indices_SK.tolist() == [[0, 3], [0, 1], [2, 0]]
+        assert len(recording.problems) == 1
+        assert any(words in recording.problems[0] for words in ("was not closed", "it ends at byte"))
+    assert lengths == {0, 1, 2}
+
+
+def test_recordings_that_do_not_fit_together_or_go_on_behind_their_end_are_refused(tmp_path: Path) -> None:
+    longer, twice, two_jobs = (routing(tmp_path / name) for name in ("longer", "twice", "two jobs"))
+    file = part_file(longer, 0, 0)
+    file.write_bytes(file.read_bytes() + saved(sealed([5, 0, 0, 0, 0, 0])))
+    shutil.copy(part_file(twice, 0, 0), part_file(twice, 1, 0))
+    Part(part_file(two_jobs, 1, 1), RankFacts(1, 2, (RoutedLayer("blocks.0.moe", 8),))).close()
+    for folder, words in (
+        (longer, "was changed after it was written"),
+        (twice, "it is of rank 0"),
+        (two_jobs, "jobs of different sizes"),
+    ):
+        with pytest.raises(RoutingFileError, match=words):
+            read_routing(folder)
+
+
+def test_a_recording_of_before_is_read_with_one_line_that_it_has_no_checksums(tmp_path: Path) -> None:
+    recording = read_routing(routing_of_before(tmp_path / "routing"))
+    assert [recording.choices(*key).indices_SK.tolist() for key in recording] == [[[0, 3], [0, 1], [2, 0]]] * 2
+    (problem,) = recording.problems
+    assert problem.endswith("was written before recordings had checksums: a change in it is not noticed")
+
+
 # ---- files that are none, and absurd sizes
 
 PLAN = ("plan", "--max-degree", "2", "--cluster")
 LOADS = (*PLAN, "testbed_b", "--nodes", "2", "--width", "64", "--hidden", "64", "--length", "64", "--layers", "2")
 LOADS = (*LOADS, "--mp", "1", "--esp", "1", "--ep", "8", "--experts", "8", "--capacity-factor", "none", "--loads")
+COMMANDS: dict[str, Callable[[Any], tuple[str, ...]]] = {
+    "model": lambda path: (*PLAN, "testbed_a", "--model", str(path)),
+    "cluster": lambda path: (*PLAN, str(path), "--model", "olmoe"),
+    "loads": lambda path: (*LOADS, str(path)),
+    "recording": lambda path: ("report", str(path)),
+}
 NESTED = "[" * 100_000
 
 
@@ -385,61 +425,45 @@ def pipe(path: Path) -> str:
     return str(path)
 
 
-def absurd(folder: Path) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Name -> (arguments, what the one line says)."""
-    found: dict[str, tuple[tuple[str, ...], str]] = {}
-
-    def of_model(name: str, path: Any, words: str) -> None:
-        found[f"model: {name}"] = (*PLAN, "testbed_a", "--model", str(path)), words
-
-    def of_cluster(name: str, path: Any, words: str) -> None:
-        found[f"cluster: {name}"] = (*PLAN, str(path), "--model", "olmoe"), words
-
-    def of_loads(name: str, path: Any, words: str) -> None:
-        found[f"loads: {name}"] = (*LOADS, str(path)), words
-
-    def of_recording(name: str, path: Path, words: str) -> None:
-        found[f"recording: {name}"] = ("report", str(path)), words
-
+def absurd(folder: Path) -> list[tuple[str, Any, str]]:
+    """Each a kind of file, where it is, and what the one line says of it."""
     pipe(folder / "routing" / "rank_00000.0000.npy")
-    of_recording("pipe", folder / "routing", "is not a regular file")
     pipe(record(folder / "run", "best") / "routing" / "rank_00000.0000.npy")
-    of_recording("pipe in a run", folder / "run", "is not a regular file")
-    of_loads("pipe", pipe(folder / "loads.json"), "is not a regular file")
-    of_cluster("pipe", pipe(folder / "cluster.json"), "no cluster or file")
-    of_model("pipe", pipe(folder / "model.json"), "there is no file")
-    for exponent in (9, 13):
-        most = f"from 1 to {MOST_EXPERTS}"
-        of_recording(f"10^{exponent} experts", routing(folder / f"experts{exponent}", 10**exponent), most)
-        of_recording(f"10^{exponent}, old", routing_of_before(folder / f"before{exponent}", 10**exponent), most)
-    of_recording("layers", routing(folder / "layers", 8, 100_000), f"at most {MOST_LAYERS}")
-    of_recording("ranks", routing(folder / "ranks", world_size=10**9), f"from 1 to {MOST_RANKS}")
-    of_recording("loads", routing(folder / "loads", MOST_EXPERTS, MOST_LAYERS), "their loads would need")
-    for name, value in (
-        *(("num_experts", each) for each in (10**6, 10**9, 10**30)),
-        *(("num_hidden_layers", each) for each in (10**6, 10**9)),
-        *(("moe_intermediate_size", 2**31), ("hidden_size", 10**15), ("hidden_size", 2**64), ("vocab_size", 2**64)),
-        *(("num_attention_heads", 10**12), ("num_experts_per_tok", 10**12), ("max_position_embeddings", 10**18)),
-    ):
-        of_model(
-            f"{name} = {value}", written(folder / f"{name}_{value}.json", MODEL | {name: value}), "must be at most"
-        )
-    for at, value in enumerate(([], {}, 5, ["qwen3_moe"])):
-        of_model(f"type {value}", written(folder / f"type{at}.json", MODEL | {"model_type": value}), "model_type = ")
-    cluster = cluster_as_json(load_cluster("testbed_a"))
-    most = f"less than or equal to {MOST_RANKS}"
-    for name, value in (("gpus_per_node", 10**7), ("gpus_per_node", 10**9), ("num_nodes", 2**70)):
-        of_cluster(f"{name} = {value}", written(folder / f"{name}_{value}.json", cluster | {name: value}), most)
-    many = written(folder / "many.json", cluster | {"gpus_per_node": 1024, "num_nodes": 10_000})
-    of_cluster("GPUs", many, f"at most {MOST_RANKS}")
-    for name, rows in (("huge", [[2**70] * 8] * 8), ("odd", [[1] * 8, [2] * 7]), ("texts", [["a"] * 8])):
-        of_loads(name, written(folder / f"{name}.json", {"moe": rows}), "must be")
     nested, large = written(folder / "nested.json", NESTED), folder / "large.json"
     with large.open("wb") as file:
         file.truncate(1 << 40)
-    for of_kind in (of_cluster, of_model, of_loads):
-        of_kind("nested", nested, "nested too deeply")
-        of_kind("large", large, "is larger than 64 MiB")
+    most = f"from 1 to {MOST_EXPERTS}"
+    found: list[tuple[str, Any, str]] = [
+        ("recording", folder / "routing", "is not a regular file"),
+        ("recording", folder / "run", "is not a regular file"),
+        ("loads", pipe(folder / "loads.json"), "is not a regular file"),
+        ("cluster", pipe(folder / "cluster.json"), "no cluster or file"),
+        ("model", pipe(folder / "model.json"), "there is no file"),
+        ("recording", routing(folder / "experts", 10**13), most),
+        ("recording", routing_of_before(folder / "before", 10**9), most),
+        ("recording", routing(folder / "layers", 8, 100_000), f"at most {MOST_LAYERS}"),
+        ("recording", routing(folder / "ranks", world_size=10**9), f"from 1 to {MOST_RANKS}"),
+        ("recording", routing(folder / "many loads", MOST_EXPERTS, MOST_LAYERS), "their loads would need"),
+        *((kind, nested, "nested too deeply") for kind in ("cluster", "model", "loads")),
+        *((kind, large, "is larger than 64 MiB") for kind in ("cluster", "model", "loads")),
+    ]
+
+    def of(kind: str, content: Any, words: str) -> None:
+        found.append((kind, written(folder / f"{kind}{len(found)}.json", content), words))
+
+    for name, value in (
+        *(("num_experts", 10**6), ("num_experts", 10**30), ("num_hidden_layers", 10**9)),
+        *(("moe_intermediate_size", 2**31), ("hidden_size", 10**15), ("vocab_size", 2**64)),
+        *(("num_attention_heads", 10**12), ("num_experts_per_tok", 10**12), ("max_position_embeddings", 10**18)),
+    ):
+        of("model", MODEL | {name: value}, "must be at most")
+    for value in ({}, 5, ["qwen3_moe"]):
+        of("model", MODEL | {"model_type": value}, "model_type = ")
+    for changed in ({"gpus_per_node": 10**7}, {"num_nodes": 2**70}):
+        of("cluster", CLUSTER | changed, f"less than or equal to {MOST_RANKS}")
+    of("cluster", CLUSTER | {"gpus_per_node": 1024, "num_nodes": 10_000}, f"at most {MOST_RANKS}")
+    for rows in ([[2**70] * 8] * 8, [[1] * 8, [2] * 7], [["a"] * 8]):
+        of("loads", {"moe": rows}, "must be")
     return found
 
 
@@ -471,97 +495,10 @@ def ends(rank: int, world_size: int, commands: list[tuple[str, ...]]) -> list[tu
 
 def test_absurd_files_are_one_line_and_take_neither_memory_nor_time(tmp_path: Path) -> None:
     cases = absurd(tmp_path)
-    found = run_on_ranks(ends, 1, tmp_path / "ranks", [arguments for arguments, _ in cases.values()])[0]
-    for (name, (_, words)), (status, text) in zip(cases.items(), found, strict=True):
+    commands = [COMMANDS[kind](path) for kind, path, _ in cases]
+    found = run_on_ranks(ends, 1, tmp_path / "ranks", commands)[0]
+    for case, (status, text) in zip(cases, found, strict=True):
         said = [each for each in text.splitlines() if "error:" in each]
-        assert (status, len(said)) == (2, 1), (name, status, text[-2000:])
-        assert words in said[0], (name, said)
-        assert len(said[0]) < 1000, name
-
-
-def damage(file: Path) -> None:
-    """Leave the last of some damages in a file."""
-
-    @settings(FAST, max_examples=4)
-    @given(damaged(file.read_bytes()))
-    def write(changed: bytes) -> None:
-        file.write_bytes(changed)
-
-    write()
-
-
-COMMANDS: dict[str, Callable[[Path], tuple[str, ...]]] = {
-    "model": lambda path: (*PLAN, "testbed_b", "--model", str(path)),
-    "cluster": lambda path: (*PLAN, str(path), "--model", "olmoe"),
-    "loads": lambda path: (*LOADS, str(path)),
-    "packed recording": lambda path: ("report", str(path)),
-    "recording": lambda path: ("report", str(path.parent)),
-    "old recording": lambda path: ("report", str(path.parent)),
-    **{name: lambda path: ("report", str(path.parent)) for name in READERS if name.startswith("run: ")},
-    "trace": lambda path: ("report", str(path.parent.parent)),
-}
-"""What goes on with what it reads of a file."""
-
-
-def test_what_is_computed_of_damaged_files_ends_well_or_in_one_line(tmp_path: Path) -> None:
-    commands = []
-    for name in draw("damaged files of commands", sorted(COMMANDS), 5):
-        folder = tmp_path / name.replace(" ", "_").replace(":", "")
-        folder.mkdir()
-        damage(file := READERS[name].write(folder))
-        commands.append(COMMANDS[name](file))
-    for command, (status, text) in zip(commands, run_on_ranks(ends, 1, tmp_path / "ranks", commands)[0], strict=True):
-        assert status in (0, 2), (command, status, text[-3000:])
-        assert "Traceback" not in text, (command, text[-3000:])
-        assert (sum("error:" in each for each in text.splitlines()) == 1) == (status == 2), (command, text)
-
-
-# ---- what a job reads of others' files: one error, on every rank
-
-
-def refused_on_ranks(rank: int, world_size: int, folder: str, placed: list[str], replayed: list[str]) -> list[str]:
-    said = []
-    for name in placed:
-        with pytest.raises(ConfigError) as caught:
-            placements().load(os.path.join(folder, name))
-        said.append(str(caught.value))
-    data: Any = RoutingData.__new__(RoutingData)
-    data._has_stages = False
-    for name in replayed:
-        with pytest.raises(ConfigError) as caught:
-            data._read(Path(folder) / name)
-        said.append(str(caught.value))
-    return said
-
-
-def test_a_placement_or_a_recording_that_cannot_be_read_is_a_config_error_on_all_ranks(tmp_path: Path) -> None:
-    changed = {
-        "far": {"expert_of_place": [2**70, *range(1, 8)]},
-        "experts": {"num_experts": 10**9},
-        "ranks": {"num_ranks": 2**64},
-        "negative": {"expert_of_place": [-(2**64), *range(1, 8)]},
-    }
-    for name, each in changed.items():
-        written(tmp_path / name, {"format": 1, "layers": {"moe": PLACES | each}})
-    written(tmp_path / "list", {"format": 1, "layers": [1]})
-    written(tmp_path / "nested", NESTED)
-    written(tmp_path / "text", "\x00")
-    pipe(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    placed = dict.fromkeys((*changed, "list", "text", "folder"), "") | {"pipe": "is not a regular file"}
-    placed |= {"nested": "nested too deeply", "experts": "1 to 65536 experts"}
-    pipe(tmp_path / "piped" / "rank_00000.0000.npy")
-    routing(tmp_path / "of many", 10**9)
-    file = part_file(routing(tmp_path / "changed"), 0, 0)
-    file.write_bytes(file.read_bytes().replace(b'"blocks.0.moe"', b'"blocks.1.moe"'))
-    (tmp_path / "none").mkdir()
-    replayed = {"piped": "not a regular file", "of many": "num_experts", "changed": "was changed after"}
-    replayed |= {"none": "no recorded"}
-    first, second = run_on_ranks(refused_on_ranks, 2, tmp_path / "job", str(tmp_path), [*placed], [*replayed])
-    assert first == second
-    for (name, words), text in zip((placed | replayed).items(), first, strict=True):
-        field = "placement.file" if name in placed else "routing.replay"
-        assert text.startswith(f"fsmoe.{field} = {str(tmp_path / name)!r}: "), text
-        assert words in text
-        assert len(text) < 1000
-        assert "\n" not in text
+        assert (status, len(said)) == (2, 1), (case, status, text[-2000:])
+        assert case[2] in said[0], (case, said)
+        assert len(said[0]) < 1000, case

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ import ds_fsmoe
 from ds_fsmoe import env_entry_point
 from ds_fsmoe.distributed.agreement import DisagreementError
 from tests.ranks import run_on_ranks
-from tests.scripts import ROOT, free_port, launch, on_ranks
+from tests.scripts import ROOT, free_port, on_ranks
 
 ENTRY_POINT = ROOT / "ds_fsmoe" / "ds_fsmoe_entry_point.pth"
 HEAVY = "print(*(name for name in ('ds_fsmoe', 'torch', 'deepspeed') if name in sys.modules))"
@@ -44,21 +43,20 @@ def python(site: Path, code: str, **variables: str) -> subprocess.CompletedProce
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize(("variables", "loaded"), [({}, ""), ({"DS_FSMOE": ""}, ""), ({"DS_FSMOE": "1"}, "ds_fsmoe")])
-def test_an_interpreter_imports_nothing_at_its_start_unless_the_variable_is_set_and_then_nothing_heavy(
-    variables: dict[str, str], loaded: str, site: Path
-) -> None:
-    done = python(site, f"import sys; {HEAVY}", **variables)
-    assert (done.stdout.strip(), done.stderr) == (loaded, "")
+def test_an_interpreter_imports_nothing_at_its_start_unless_the_variable_is_set(site: Path) -> None:
+    for variables in ({}, {"DS_FSMOE": ""}):
+        done = python(site, f"import sys; {HEAVY}", **variables)
+        assert (done.stdout.strip(), done.stderr) == ("", "")
 
 
 def test_deepspeed_is_ours_as_soon_as_it_is_imported_if_the_variable_says_so(site: Path) -> None:
-    done = python(site, f"import deepspeed; {WHOSE}", DS_FSMOE="1")
+    done = python(site, f"import sys; {HEAVY}; import deepspeed; {WHOSE}", DS_FSMOE="1")
+    assert done.stdout.splitlines()[:1] == ["ds_fsmoe"], "nothing heavy comes with it"
     assert done.stdout.split()[-1:] == ["True"], done.stderr
 
 
 @pytest.mark.parametrize(
-    ("value", "is_ours"), [("1", True), ("TRUE", True), ("", False), ("0", False), ("false", False), ("False", False)]
+    ("value", "is_ours"), [("1", True), ("TRUE", True), ("", False), ("0", False), ("False", False)]
 )
 def test_the_variable_says_it_by_few_words(value: str, is_ours: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Any] = []
@@ -170,22 +168,6 @@ def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: P
 
 
 SHOW = "import sys; sys.stdout.write(f'{__name__} {sys.argv}\\n')"  # at once: ranks write into one pipe
-
-
-@pytest.mark.daily("launchers", 2)
-def test_run_gives_a_script_and_a_module_the_arguments_that_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
-    (tmp_path / "shown").mkdir()
-    for name in ("show.py", "shown/__init__.py", "shown/by_module.py"):
-        (tmp_path / name).write_text("" if name.endswith("__init__.py") else SHOW)
-    paths = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    for options in ((), ("--no_local_rank",)):
-        for by_launcher, by_us in (("show.py", ["show.py"]), ("shown.by_module", ["--module", "shown.by_module"])):
-            module = ["--module"] if "." in by_launcher.removesuffix(".py") else []
-            stock = launch(tmp_path, *options, *module, by_launcher, "sft", "--x", "1", **paths)
-            ours = launch(tmp_path, *options, "--module", "ds_fsmoe.run", *by_us, "sft", "--x", "1", **paths)
-            wanted = re.findall(r"__main__ \[[^]]*\]", stock)
-            assert len(wanted) == 2
-            assert sorted(re.findall(r"__main__ \[[^]]*\]", ours)) == sorted(wanted)
 
 
 def test_run_runs_a_module_as_python_does(tmp_path: Path) -> None:

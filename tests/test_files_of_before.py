@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What earlier versions have written stays readable: a checkpoint of 0.1.0, and blocks in the words of then.
 
-``data/before/checkpoint.tar.xz`` is :func:`save` after :data:`STEPS` steps of two ranks; ``checkpoint.json`` says what
-was so then. Neither is ever written again, whatever modules and fields are called by now.
+``data/before/checkpoint.tar.xz`` is what two ranks had saved after :data:`STEPS` steps of ``make(0)``;
+``checkpoint.json`` has the facts of then. Neither is ever written again, whatever modules and fields are called by now.
 """
 
 from __future__ import annotations
 
 import json
-import random
 import tarfile
 import warnings
 from collections import Counter
@@ -19,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
@@ -86,15 +84,6 @@ def facts(engine: Any, rank: int) -> dict[str, Any]:
     return {"weights": sha256(repr(weights).encode()).hexdigest(), "losses": train(engine, rank, STEPS, 2)}
 
 
-def save(rank: int, world_size: int, place: str) -> dict[str, Any]:
-    random.seed(0)  # what is drawn is the same on both, so that the archive is small
-    numpy.random.seed(0)
-    engine = make(0)
-    train(engine, rank, 0, STEPS)
-    engine.save_checkpoint(place, client_state={"mine": 7})
-    return facts(engine, rank)
-
-
 def load(rank: int, world_size: int, place: str) -> dict[str, Any]:
     hurry()
     engine = make(5 + rank)
@@ -145,13 +134,13 @@ def test_a_block_in_the_words_of_before_is_the_one_in_todays_words_and_each_is_s
     assert words_of(today | {"hooks": ["ds_fsmoe.BFloat16Communication", "mine.BFloat16Wire"]}).old == []
 
 
-def test_the_hook_of_before_is_the_one_of_today() -> None:
+def test_names_of_before_are_those_of_today_and_public_names_are_taken_without_a_warning() -> None:
     from ds_fsmoe.components.hooks.bfloat16_wire import BFloat16Wire
 
     assert BFloat16Wire is ds_fsmoe.BFloat16Wire is ds_fsmoe.BFloat16Communication
-
-
-def test_public_names_and_the_hook_of_before_are_taken_without_a_warning() -> None:
+    assert FSMoEState.look_again is FSMoEState.recheck_chunking
+    assert LayerRecord(fullest_primary=2.5).fullest_at_home == 2.5
+    assert ds_fsmoe.Config.Wires is ds_fsmoe.Config.CommDtype
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for name in ds_fsmoe.__all__:
@@ -172,13 +161,6 @@ def test_the_registry_keeps_the_names_of_before() -> None:
     ds_fsmoe.register_gate("once_per_node")  # of another kind; no class is registered yet
 
 
-def test_the_builder_has_the_class_of_before() -> None:
-    Config = ds_fsmoe.Config
-    assert Config.Wires is Config.CommDtype
-    old, new = Config(wires=Config.Wires(dispatch="fp8")), Config(comm_dtype=Config.CommDtype(dispatch="fp8"))
-    assert read_block({"fsmoe": old}) == read_block({"fsmoe": new})
-
-
 def test_plans_of_before_name_all_to_alls_as_they_did_then() -> None:
     now = LayerPlan(BlockPlan(1), BlockPlan(1), "flat")
     layers = {"L00": SimpleNamespace(fsmoe=SimpleNamespace(plan=now))}
@@ -193,11 +175,6 @@ def test_plans_of_before_name_all_to_alls_as_they_did_then() -> None:
     assert read("once_per_node").layers["L00"].alltoall == "node_deduplicated"
     with pytest.raises(ValueError, match="an all-to-all 'once_per_rank'"):
         read("once_per_rank")
-
-
-def test_methods_and_records_of_before_have_their_names() -> None:
-    assert FSMoEState.look_again is FSMoEState.recheck_chunking
-    assert LayerRecord(fullest_primary=2.5).fullest_at_home == 2.5
 
 
 def values(found: Any) -> Iterator[Any]:

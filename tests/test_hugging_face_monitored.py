@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def entropies(logits: tuple[torch.Tensor, ...]) -> list[float]:
     return found
 
 
-def monitored(rank: int, world_size: int, folder: str, checkpoints: bool) -> dict[str, Any]:
+def monitored(rank: int, world_size: int, folder: str, checkpoints: bool) -> list[list[float]]:
     """Two micro batches with monitors, an evaluation between; what the model itself says of each."""
     monitor = {"enabled": True, "output_path": folder, "job_name": "hf"}
     config = ds_config(2, metrics="detailed", metrics_every=1)
@@ -50,7 +50,7 @@ def monitored(rank: int, world_size: int, folder: str, checkpoints: bool) -> dic
         engine.backward(found.loss)
         engine.step()
     engine.destroy()
-    return {"entropies": said}
+    return said
 
 
 def written(folder: Path, name: str) -> float:
@@ -66,7 +66,7 @@ def test_load_and_entropy_of_the_model_s_own_routers_are_those_of_its_router_log
 ) -> None:
     said = run_on_ranks(monitored, 2, tmp_path, str(tmp_path), checkpoints)
     for layer in range(2):
-        each = [of_micro[layer] for of_rank in said for of_micro in of_rank["entropies"]]
+        each = [of_micro[layer] for of_rank in said for of_micro in of_rank]
         assert written(tmp_path, f"L0{layer}_router_entropy") == pytest.approx(sum(each) / len(each), rel=1e-5)
         tokens = 2 * ACCUMULATION * LENGTH * NUM_CHOICES / 4
         assert written(tmp_path, f"L0{layer}_expert_tokens_mean") == tokens
@@ -85,24 +85,21 @@ class Alone(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(4, 2), nn.Linear(4, 4)
+        self.router, self.experts, self.more = nn.Linear(4, 2), nn.Linear(4, 4), nn.Linear(4, 4)
 
 
-def test_a_router_that_nobody_declares_is_not_guessed() -> None:
+class Around(nn.Module):
+    _can_record_outputs: ClassVar = {"router_logits": Alone}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Alone()
+
+
+def test_a_router_that_nobody_declares_is_not_guessed_and_a_module_around_several_layers_speaks_for_none() -> None:
     block = Alone()
     assert router_outputs(block, {"L00": block.experts}) == {}
-
-
-def test_a_module_around_several_layers_speaks_for_none_of_them() -> None:
-    class Both(nn.Module):
-        _can_record_outputs: ClassVar = {"router_logits": Alone}
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Alone()
-            self.block.more = nn.Linear(4, 4)
-
-    model = Both()
+    model = Around()
     assert router_outputs(model, {"L00": model.block.experts, "L01": model.block.more}) == {}
     (found,) = router_outputs(model, {"L00": model.block.experts}).values()
     assert found.module is model.block

@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,12 +46,6 @@ def be_scripts(rank: int, world_size: int, folder: str, runs: list[Run], port: i
             each._reset_state()
 
 
-def on_ranks(folder: Path, world_size: int, runs: list[Run]) -> None:
-    ranks = folder / f"ranks{len(list(folder.glob('ranks*')))}"
-    ranks.mkdir()
-    run_on_ranks(be_scripts, world_size, ranks, str(folder), runs, free_port())
-
-
 def be_plain(rank: int, world_size: int, folder: str, runs: list[Run]) -> None:
     """Run scripts in one process, with nothing of DeepSpeed's or ours."""
     dist.destroy_process_group()
@@ -64,10 +59,13 @@ def be_plain(rank: int, world_size: int, folder: str, runs: list[Run]) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def in_one_process(folder: Path, runs: list[Run]) -> None:
+def on_ranks(folder: Path, world_size: int, runs: list[Run]) -> None:
     ranks = folder / f"ranks{len(list(folder.glob('ranks*')))}"
-    ranks.mkdir()
-    run_on_ranks(be_plain, 1, ranks, str(folder), runs)
+    run_on_ranks(be_scripts, world_size, ranks, str(folder), runs, free_port())
+
+
+def in_one_process(folder: Path, runs: list[Run]) -> None:
+    run_on_ranks(be_plain, 1, folder / f"ranks{len(list(folder.glob('ranks*')))}", str(folder), runs)
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -110,16 +108,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(base: Path) -> Path:
     """What two ranks train in one start, and what goes on from two steps in, on as many ranks started anew."""
-    accelerate = ("accelerate_loop.py", "--model=base", f"--deepspeed={SCRIPTS}/zero2.json", "--save=accelerate")
+    two = json.loads((SCRIPTS / "zero2.json").read_text())
+    # The word that Accelerate takes for its own, in our block.
+    written = two | {"fsmoe": two["fsmoe"] | {"alltoall": "auto", "num_chunks": {"forward": "auto"}}}
+    (base / "auto.json").write_text(json.dumps(written))
+    accelerate = ("accelerate_loop.py", "--model=base", "--deepspeed=auto.json", "--save=accelerate")
     full = trainer("full", 2, *FULL, *CHECKPOINTING, stage=2)
     on_ranks(base, 2, [trainer("lora", 2, *LORA), full, accelerate])
     for name, then in (("lora", "moved"), ("full", "again")):
         (base / then).mkdir()
         (base / name / "checkpoint-2").rename(base / then / "checkpoint-2")
     # With another stage and all experts on each rank.
-    whole = json.loads((SCRIPTS / "zero2.json").read_text())
-    whole["fsmoe"]["ep_size"] = 1
-    (base / "whole.json").write_text(json.dumps(whole))
+    (base / "whole.json").write_text(json.dumps(two | {"fsmoe": two["fsmoe"] | {"ep_size": 1}}))
     moved = (*trainer("moved", 2, *LORA, stage=2), "--resume=true", "--deepspeed=whole.json")
     on_ranks(base, 2, [moved, trainer("again", 2, *FULL, *CHECKPOINTING, "--resume=true", stage=2)])
     return base
@@ -150,39 +150,45 @@ def test_lora_on_experts_is_trained_at_stage_3_resumed_elsewhere_merged_and_read
         torch.testing.assert_close(merged["lora"](input_ids=x).logits, wanted, rtol=1e-3, atol=1e-3)
 
 
-def assert_as_on_one_process(base: Path, name: str) -> None:
-    assert_alike(base / name, base / "plain")
-    whole = load_file(base / name / "model.safetensors")
-    for key, each in load_file(base / "plain" / "model.safetensors").items():
-        torch.testing.assert_close(whole[key], each, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.long
-def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_as_on_one_process(trained: Path) -> None:
-    assert_as_on_one_process(trained, "full")
-    assert history(trained / "again") == history(trained / "full")
-    full, again = ((trained / name / "model.safetensors").read_bytes() for name in ("full", "again"))
-    assert full == again
-
-
-@pytest.mark.daily("hugging face", 2)
-def test_trainers_own_optimizer_clips_accumulates_and_evaluates_at_stage_3_as_on_one_process(base: Path) -> None:
-    on_ranks(base, 2, [trainer("full3", 2, *FULL)])
-    assert_as_on_one_process(base, "full3")
-
-
-@pytest.mark.long
-def test_accelerate_saves_the_weights_that_one_process_trains(trained: Path) -> None:
-    ours, theirs = (load_file(trained / each / "model.safetensors") for each in ("accelerate", "plain-accelerate"))
+def assert_same_weights(found: Path, wanted: Path) -> None:
+    ours, theirs = (load_file(each / "model.safetensors") for each in (found, wanted))
     assert ours.keys() == theirs.keys()
     for key, each in theirs.items():
         torch.testing.assert_close(ours[key], each, rtol=1e-3, atol=1e-4)
 
 
-def sft(out: str, batch: int, *more: str) -> Run:
-    of_trl = ("--max_length=64", "--bf16=false", "--gradient_checkpointing=false")
-    model = ("--model_name_or_path=base", f"--output_dir={out}", "--max_steps=4")
-    return ("sft.py", *model, f"--per_device_train_batch_size={batch}", *EVERYWHERE, *of_trl, *more)
+@pytest.mark.long
+def test_trainers_own_optimizer_clips_accumulates_evaluates_saves_and_resumes_and_accelerate_saves_as_on_one_process(
+    trained: Path,
+) -> None:
+    assert_alike(trained / "full", trained / "plain")
+    assert_same_weights(trained / "full", trained / "plain")
+    assert history(trained / "again") == history(trained / "full")
+    full, again = ((trained / name / "model.safetensors").read_bytes() for name in ("full", "again"))
+    assert full == again
+    # Accelerate saves the weights that one process trains.
+    assert_same_weights(trained / "accelerate", trained / "plain-accelerate")
+
+
+@pytest.mark.daily("hugging face", 2)
+def test_trainers_own_optimizer_clips_accumulates_and_evaluates_at_stage_3_as_on_one_process(base: Path) -> None:
+    on_ranks(base, 2, [trainer("full3", 2, *FULL)])
+    assert_alike(base / "full3", base / "plain")
+    assert_same_weights(base / "full3", base / "plain")
+
+
+def stock_and_ours(base: Path, name: str, stage: int, run: Callable[[str, str], Run], rel: float = 2e-5) -> None:
+    """Run a script with stock DeepSpeed and with ours, by what it is to write and its config, and compare them."""
+    off = json.loads((SCRIPTS / f"zero{stage}.json").read_text()) | {"fsmoe": {"enabled": False}}
+    (base / "off.json").write_text(json.dumps(off))
+    ours = run(name, f"--deepspeed={SCRIPTS}/zero{stage}.json")
+    on_ranks(base, 2, [run(f"{name}-stock", "--deepspeed=off.json"), ours])
+    assert_alike(base / name, base / f"{name}-stock", rel)
+
+
+def of_trl(script: str, out: str, *more: str) -> Run:
+    words = ("--max_length=64", "--bf16=false", "--gradient_checkpointing=false", "--per_device_train_batch_size=2")
+    return (script, "--model_name_or_path=base", f"--output_dir={out}", "--max_steps=4", *words, *EVERYWHERE, *more)
 
 
 @pytest.mark.daily("hugging face", 2)
@@ -191,29 +197,23 @@ def sft(out: str, batch: int, *more: str) -> Run:
 def test_trl_trains_as_with_stock_deepspeed(stage: int, lora: bool, base: Path) -> None:
     # Beside one process the auxiliary loss differs, which each rank has of its own part of the batch.
     of_lora = ("--use_peft", "--lora_r=4", "--lora_target_modules", "q_proj", "v_proj") if lora else ()
-    stock, ours = (f"sft{stage}{lora}{each}" for each in ("stock", ""))
-    off = json.loads((SCRIPTS / f"zero{stage}.json").read_text()) | {"fsmoe": {"enabled": False}}
-    (base / "off.json").write_text(json.dumps(off))
-    on_ranks(base, 2, [sft(stock, 2, "--deepspeed=off.json", *of_lora)])
-    on_ranks(base, 2, [sft(ours, 2, f"--deepspeed={SCRIPTS}/zero{stage}.json", *of_lora)])
-    assert_alike(base / ours, base / stock)
+    stock_and_ours(base, f"sft{stage}{lora}", stage, lambda out, config: of_trl("sft.py", out, config, *of_lora))
 
 
 @sampled("stage", [2, 3])
 @pytest.mark.long
 def test_a_reference_that_trl_lets_follow_the_policy_is_that_of_stock(stage: int, base: Path) -> None:
-    off = json.loads((SCRIPTS / f"zero{stage}.json").read_text()) | {"fsmoe": {"enabled": False}}
-    (base / "off.json").write_text(json.dumps(off))
-    of_trl = ("--max_length=64", "--bf16=false", "--gradient_checkpointing=false", "--per_device_train_batch_size=2")
-    follows = ("--sync_ref_model=true", "--ref_model_sync_steps=2", "--max_steps=4", *of_trl, *EVERYWHERE)
-    for out, config in ((f"dpo{stage}stock", "off.json"), (f"dpo{stage}", f"{SCRIPTS}/zero{stage}.json")):
-        names = "--model_name_or_path=base", f"--output_dir={out}", f"--deepspeed={config}"
-        on_ranks(base, 2, [("dpo.py", *names, *follows)])
-    assert_alike(base / f"dpo{stage}", base / f"dpo{stage}stock")
-    stock, ours = (torch.load(base / f"dpo{stage}{each}" / "reference.pt") for each in ("stock", ""))
+    follows = ("--sync_ref_model=true", "--ref_model_sync_steps=2")
+    stock_and_ours(base, f"dpo{stage}", stage, lambda out, config: of_trl("dpo.py", out, config, *follows))
+    stock, ours = (torch.load(base / f"dpo{stage}{each}" / "reference.pt") for each in ("-stock", ""))
     assert ours.keys() == stock.keys()
     for name, each in stock.items():
         torch.testing.assert_close(ours[name], each, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.daily("hugging face", 2)
+def test_bf16_is_trained_as_stock_deepspeed_trains_it(base: Path) -> None:
+    stock_and_ours(base, "bf16", 2, lambda out, config: (*trainer(out, 2, "--bf16", stage=2), config), rel=2e-2)
 
 
 @pytest.mark.daily("hugging face", 2)
@@ -227,15 +227,6 @@ def test_lora_with_checkpointing_trains_as_on_one_process(stage: int, lora: str,
     in_one_process(base, [trainer(f"{out}-plain", 1, *more, stage=None)])
     on_ranks(base, 2, [trainer(out, 2, *more, stage=stage)])
     assert_alike(base / out, base / f"{out}-plain")
-
-
-@pytest.mark.daily("hugging face", 2)
-def test_bf16_is_trained_as_stock_deepspeed_trains_it(base: Path) -> None:
-    off = json.loads((SCRIPTS / "zero2.json").read_text()) | {"fsmoe": {"enabled": False}}
-    (base / "off.json").write_text(json.dumps(off))
-    stock = (*trainer("bf16-stock", 2, "--bf16", stage=2), "--deepspeed=off.json")
-    on_ranks(base, 2, [stock, trainer("bf16", 2, "--bf16", stage=2)])
-    assert_alike(base / "bf16", base / "bf16-stock", rel=2e-2)
 
 
 @pytest.mark.daily("hugging face", 2)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ds_fsmoe.checkpoint import loading
-from ds_fsmoe.checkpoint_files import pieces, whole
+from ds_fsmoe.checkpoint_files import convert, pieces, whole
 from ds_fsmoe.checkpoint_files.manifest import NAME, sum_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
@@ -84,6 +84,8 @@ def test_another_optimizer_in_the_same_layout_is_refused_when_it_is_loaded(tmp_p
 
 # ---- files
 
+EXPERT, DENSE, OWN = "layer_0_expert_0_mp_rank_00_model_states.pt", "mp_rank_00_model_states.pt", "fsmoe_rank_00001.pt"
+
 
 def rewrite(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     found = json.loads((place / NAME).read_text())
@@ -96,17 +98,12 @@ def sum_up(place: Path, file: Path) -> None:
     rewrite(place, lambda found: found["files"].update({file.name: vars(sum_of(file))}))
 
 
-def of_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def of_state(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change what the second rank has saved of itself."""
-
-    def changed(place: Path) -> None:
-        file = place / "fsmoe_rank_00001.pt"
-        state = torch.load(file, weights_only=True)
-        change(state)
-        torch.save(state, file)
-        sum_up(place, file)
-
-    return changed
+    state = torch.load(place / OWN, weights_only=True)
+    change(state)
+    torch.save(state, place / OWN)
+    sum_up(place, place / OWN)
 
 
 def with_plans(state: dict[str, Any], shares: int) -> None:
@@ -116,89 +113,65 @@ def with_plans(state: dict[str, Any], shares: int) -> None:
     state["plans"] = json.dumps(plans)
 
 
-def of_index(change: Callable[[list[Any]], Any]) -> Callable[[Path], None]:
+def of_index(place: Path, change: Callable[[list[Any]], Any]) -> None:
     """Change the pieces of a group of the index."""
-
-    def changed(place: Path) -> None:
-        file = place / pieces.NAME
-        found = json.loads(file.read_text())
-        change(found["groups"][0]["pieces"])
-        file.write_text(json.dumps(found))
-        sum_up(place, file)
-
-    return changed
+    found = json.loads((place / pieces.NAME).read_text())
+    change(found["groups"][0]["pieces"])
+    (place / pieces.NAME).write_text(json.dumps(found))
+    sum_up(place, place / pieces.NAME)
 
 
-def instead(name: str, make_it: Callable[[Path, bytes], Any]) -> Callable[[Path], None]:
+def instead(place: Path, name: str, make_it: Callable[[Path, bytes], Any]) -> None:
     """Put something in the place of a file, and tell it the content; ``latest`` lies beside the tag's folder."""
-
-    def changed(place: Path) -> None:
-        path = (place.parent if name == "latest" else place) / name
-        content = path.read_bytes()
-        path.unlink()
-        make_it(path, content)
-
-    return changed
+    path = (place.parent if name == "latest" else place) / name
+    content = path.read_bytes()
+    path.unlink()
+    make_it(path, content)
 
 
 def a_pipe(path: Path, _: bytes) -> None:
     os.mkfifo(path)
 
 
-def sizes(**changed: int) -> Callable[[Path], None]:
-    return lambda place: rewrite(place, lambda found: found["sizes"].update(changed))
+def flipped(path: Path, was: bytes) -> None:
+    path.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))
 
 
-TWICE = b', "files": {}}'
-EXPERT = "layer_0_expert_0_mp_rank_00_model_states.pt"
+def linked(target: str) -> Callable[[Path, bytes], None]:
+    return lambda path, _: path.symlink_to(target)
+
+
+def resize(place: Path, **changed: int) -> None:
+    rewrite(place, lambda found: found["sizes"].update(changed))
+
+
 BYTES, NUMPY = torch.zeros(3, dtype=torch.uint8), {"keys": torch.zeros(3, dtype=torch.int64)}
 CHANGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     # Files that are not those that were saved.
-    "changed": (
-        instead(EXPERT, lambda at, was: at.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))),
-        "is not what was saved: its checksum differs",
-    ),
-    "short": (instead(EXPERT, lambda at, was: at.write_bytes(was[:100])), f"{EXPERT} has 100 bytes and should have"),
-    "missing": (lambda place: (place / EXPERT).unlink(), f"{EXPERT} is missing"),
+    "changed": (lambda at: instead(at, EXPERT, flipped), "is not what was saved: its checksum differs"),
+    "short": (lambda at: instead(at, EXPERT, lambda new, was: new.write_bytes(was[:100])), "100 bytes and should have"),
+    "missing": (lambda at: (at / EXPERT).unlink(), f"{EXPERT} is missing"),
     # What is no file.
-    "a FIFO": (instead("mp_rank_00_model_states.pt", a_pipe), "is a FIFO, not a regular"),
-    "a device": (instead(EXPERT, lambda at, _: at.symlink_to("/dev/zero")), "is a device, not a regular file"),
-    "a link": (
-        instead("fsmoe_rank_00001.pt", lambda at, _: at.symlink_to("/etc/hostname")),
-        "is a link to /etc/hostname",
-    ),
+    "a FIFO": (lambda at: instead(at, DENSE, a_pipe), "is a FIFO, not a regular"),
+    "a device": (lambda at: instead(at, EXPERT, linked("/dev/zero")), "is a device, not a regular file"),
+    "a link": (lambda at: instead(at, OWN, linked("/etc/hostname")), "is a link to /etc/hostname"),
     # What describes them.
-    "no manifest": (lambda place: (place / NAME).unlink(), "fsmoe.json is missing, and fsmoe_pieces.json says that"),
-    "half a manifest": (instead(NAME, lambda at, _: at.write_text("{")), "fsmoe.json cannot be read"),
-    "a FIFO for a manifest": (instead(NAME, a_pipe), "fsmoe.json is a FIFO"),
-    "no files": (lambda place: rewrite(place, lambda found: found.update(files={})), "does not name fsmoe_pieces.json"),
-    "no files, twice": (
-        instead(NAME, lambda at, was: at.write_bytes(was.rstrip()[:-1] + TWICE)),
-        "'files' is listed twice",
-    ),
-    "layout": (sizes(mp=2, world=8), "another layout (world 8 -> 2; mp 2 -> 1) and cannot be converted"),
-    "shards": (sizes(esp=2), "has 4 files of experts of moes.0, and should have 8"),
-    "index: a piece twice": (of_index(lambda found: found.append([*found[0][:3], 10**6])), "is there twice in"),
-    "index: a hole": (of_index(lambda found: found[0].__setitem__(1, 1)), "leave a hole at element 0"),
-    "index: bytes": (of_index(lambda found: found.append(["other", 0, 10**12, 10**6])), "elements in"),
-    "index: ranks": (of_index(lambda found: found.extend([each[0], 0, 0, 0] for each in found * 999)), "have at most"),
+    "no manifest": (lambda at: (at / NAME).unlink(), "fsmoe.json is missing, and fsmoe_pieces.json says that"),
+    "a FIFO for a manifest": (lambda at: instead(at, NAME, a_pipe), "fsmoe.json is a FIFO"),
+    "no files": (lambda at: rewrite(at, lambda found: found.update(files={})), "does not name fsmoe_pieces.json"),
+    "layout": (lambda at: resize(at, mp=2, world=8), "layout (world 8 -> 2; mp 2 -> 1) and cannot be converted"),
+    "shards": (lambda at: resize(at, esp=2), "has 4 files of experts of moes.0, and should have 8"),
+    "index: twice": (lambda at: of_index(at, lambda of: of.append([*of[0][:3], 10**6])), "is there twice in"),
+    "index: ranks": (lambda at: of_index(at, lambda of: of.extend([each[0], 0, 0, 0] for each in of * 999)), "at most"),
     # What a rank says of itself, with a checksum that fits. Of the generators, torch's is set last.
-    "torch's generator": (
-        of_state(lambda found: found["random"].update(torch=BYTES)),
-        "_00001.pt failed",
-    ),
-    "numpy's generator": (of_state(lambda found: found["random"]["numpy"].update(NUMPY)), "_00001.pt failed"),
-    "Python's generator": (of_state(lambda found: found["random"].pop("python")), "_00001.pt failed"),
-    "format": (of_state(lambda found: found.update(format=99)), "has format 99"),
-    "no plans": (of_state(lambda found: found.update(plans='{"layers": {}}')), "_00001.pt failed"),
-    "100000 chunks": (of_state(lambda found: with_plans(found, 100_000)), "a plan of 100000 chunks for L00"),
+    "torch's generator": (lambda at: of_state(at, lambda of: of["random"].update(torch=BYTES)), "_00001.pt failed"),
+    "numpy's": (lambda at: of_state(at, lambda of: of["random"]["numpy"].update(NUMPY)), "_00001.pt failed"),
+    "format": (lambda at: of_state(at, lambda of: of.update(format=99)), "has format 99"),
+    "no plans": (lambda at: of_state(at, lambda of: of.update(plans='{"layers": {}}')), "_00001.pt failed"),
+    "100000 chunks": (lambda at: of_state(at, lambda of: with_plans(of, 100_000)), "a plan of 100000 chunks for L00"),
     # Which tag it is.
-    "latest elsewhere": (
-        lambda place: (place.parent / "latest").write_text(f"../{place.parent.name}/tag"),
-        "is not a folder in",
-    ),
-    "latest gone": (instead("latest", lambda at, _: at.write_text("gone")), "gone: no such checkpoint; there are: tag"),
-    "latest a FIFO": (instead("latest", a_pipe), "latest is a FIFO"),
+    "latest gone": (lambda at: (at.parent / "latest").write_text("gone"), "gone: no such checkpoint; there are: tag"),
+    "latest a FIFO": (lambda at: instead(at, "latest", a_pipe), "latest is a FIFO"),
 }
 
 
@@ -266,6 +239,9 @@ def test_what_is_not_a_whole_checkpoint_of_regular_files_is_refused_on_every_ran
 
 def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
     hurry()
+    engine = make(rank, Case(k=2))
+    engine.save_checkpoint(f"{folder}/whole", "tag")
+    engine.destroy()
     heard = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(heard)
     engine = make(rank, Case(stage=1, accumulation=3, k=2))
@@ -274,7 +250,7 @@ def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
 
     def saved(**state: Any) -> None:
         heard.lines.clear()
-        engine.save_checkpoint(folder, "tag", **state)
+        engine.save_checkpoint(f"{folder}/partly", "tag", **state)
         found.append([each for each in heard.lines if "tag" in each])
 
     saved()
@@ -289,8 +265,14 @@ def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
     return found
 
 
-def test_a_save_says_what_it_does_not_keep(tmp_path: Path) -> None:
-    (first,) = run_on_ranks(what_is_lost, 1, tmp_path / "ranks", str(tmp_path / "saved"))
+@pytest.fixture(scope="module")
+def saved_alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    root = tmp_path_factory.mktemp("alone")
+    return root / "saved", run_on_ranks(what_is_lost, 1, root / "ranks", str(root / "saved"))[0]
+
+
+def test_a_save_says_what_it_does_not_keep(saved_alone: tuple[Path, list[list[str]]]) -> None:
+    first = saved_alone[1]
     assert [len(each) for each in first] == [0, 1, 1, 1, 1, 1, 0, 2]
     assert all("gradients are lost: save after engine.step()" in each for said in first[1:6] for each in said)
     assert [each.split(": ")[1].split(" is a")[0] for each in first[7]] == [
@@ -299,11 +281,11 @@ def test_a_save_says_what_it_does_not_keep(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path: Path) -> None:
-    from ds_fsmoe.checkpoint_files import convert
-
+def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(
+    saved_alone: tuple[Path, Any], tmp_path: Path
+) -> None:
     saved = tmp_path / "saved"
-    run_on_ranks(save_one, 1, tmp_path / "ranks", str(saved))
+    shutil.copytree(saved_alone[0] / "whole", saved)
     (tmp_path / "secret").write_text("secret")
     (saved / "tag" / "link.txt").symlink_to("../../secret")
     for name in ("out.saving", "out.before"):
@@ -332,10 +314,3 @@ def test_a_checkpoint_is_converted_from_what_it_names_and_nothing_else(tmp_path:
     with pytest.raises(CheckpointError, match=r"link\.txt is a link to"):
         converted("again")
     assert sorted(each.name for each in tmp_path.glob("*again*")) == []
-
-
-def save_one(rank: int, world_size: int, folder: str) -> None:
-    hurry()
-    engine = make(rank, Case(k=2))
-    engine.save_checkpoint(folder, "tag")
-    engine.destroy()

@@ -22,22 +22,13 @@ from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, train_steps
 from tests.test_alltoalls import on_nodes
-from tests.test_hugging_face import engine_of
+from tests.test_hugging_face import ds_config, engine_of
 
 
 def adam(stage: int, dtype: str = "float32", accumulation: int = 1, **block: Any) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.1,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}},
-        "zero_optimization": zero,
-        "fsmoe": {"enabled": True} | block,
-    }
-    return config | ({"bf16": {"enabled": True}} if dtype == "bfloat16" else {})
+    optimizer = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
+    of_steps = {"gradient_accumulation_steps": accumulation, "gradient_clipping": 0.1}
+    return ds_config(stage, **block) | of_steps | {"optimizer": optimizer, "bf16": {"enabled": dtype == "bfloat16"}}
 
 
 def placements_of(engine: Any) -> Placements:
@@ -166,25 +157,19 @@ def moves_through_training(rank: int, world_size: int, job: Moves) -> list[str]:
 
 
 MOVES = [
+    *(Moves("qwen3_moe lora", 2, stage) for stage in (2, 3, 0)),
     Moves("qwen3_moe", 4, 2, accumulation=2),
-    Moves("qwen3_moe lora", 2, 2),
-    Moves("qwen3_moe lora", 2, 3),
-    Moves("qwen3_moe lora", 2, 0),
-    Moves("qwen3_moe lora", 4, 2),
     Moves("gpt_oss", 4, 3, dtype="bfloat16"),
     Moves("deepseek_v3", 2, 0),
     Moves("qwen3_moe", 4, 1, ep=4, dtype="bfloat16"),
     Moves("gpt_oss", 4, 0),
-    Moves("qwen3_moe", 4, 3, ep=4, accumulation=2),
     Moves("stock", 2, 1, dispatch="unpadded"),
     Moves("stock", 4, 2),
-    Moves("stock", 4, 0, dispatch="unpadded"),
-    Moves("stock", 2, 0),
 ]
 
 
 # Replicas of experts whose gradients accumulate; adapters, with states of their own; DeepSpeed's own layers.
-@sampled("job", MOVES, kept=[1], ids=lambda job: "-".join(map(str, job)))
+@sampled("job", MOVES, kept=[0], ids=lambda job: "-".join(map(str, job)))
 def test_training_goes_on_as_if_experts_had_stayed(job: Moves, tmp_path: Path) -> None:
     if "lora" in job.model:
         pytest.importorskip("peft")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +23,7 @@ from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import EVERY, MOST_TOKENS, PathProfiler
 from tests.inference_models import Model, ds_config, engine_of, tokens
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 
 LAYERS = {"L00": 5, "L01": 7, "L02": 5}
 
@@ -95,11 +95,12 @@ def test_unless_said_otherwise_some_tokens_of_few_forwards_are_counted() -> None
     assert 0 < profiler.profiles()["L01"].num_counted <= 2 * MOST_TOKENS
 
 
-def test_a_sample_of_other_tokens_begins_new_paths_though_it_is_as_large() -> None:
-    profiler = PathProfiler(LAYERS, 2, most_tokens=4)
-    forward(profiler, {"L00": drawn(0, 4)["L00"], "L01": drawn(0, 4)["L01"], "L02": drawn(0, 8)["L02"]})
-    assert profiler.profiles()["L02"].num_paths == 1
-    assert profiler.profiles()["L01"].num_paths > 1
+def test_other_tokens_in_the_middle_of_a_model_begin_new_paths_though_a_sample_of_them_is_as_large() -> None:
+    for sizes, most in (((4, 4, 8), 4), ((8, 8, 5), 1000)):
+        profiler = PathProfiler(LAYERS, 2, most_tokens=most)
+        forward(profiler, {label: drawn(0, size)[label] for label, size in zip(LAYERS, sizes, strict=True)})
+        assert profiler.profiles()["L02"].num_paths == 1
+        assert profiler.profiles()["L01"].num_paths > 1
 
 
 def test_a_forward_that_is_run_again_does_not_count() -> None:
@@ -115,16 +116,7 @@ def test_a_forward_that_is_run_again_does_not_count() -> None:
     assert same(profiler.profiles(), counted([choices], 3))
 
 
-def test_other_tokens_in_the_middle_of_a_model_begin_new_paths() -> None:
-    profiler = PathProfiler(LAYERS, 2)
-    choices = drawn(0, 8)
-    choices["L02"] = choices["L02"][:5]
-    forward(profiler, choices)
-    assert profiler.profiles()["L02"].num_paths == 1
-    assert profiler.profiles()["L01"].num_paths > 1
-
-
-def test_a_profile_is_the_same_after_a_checkpoint() -> None:
+def test_a_profile_is_the_same_after_a_checkpoint_and_a_state_of_another_kind_is_refused() -> None:
     profiler, forwards = PathProfiler(LAYERS, every=1), [drawn(seed, 19) for seed in range(2)]
     forward(profiler, forwards[0])
     file = io.BytesIO()
@@ -134,6 +126,17 @@ def test_a_profile_is_the_same_after_a_checkpoint() -> None:
     again.go_on_with(again.read_state(torch.load(file, weights_only=True)))
     forward(again, forwards[1])
     assert same(again.profiles(), counted(forwards, 3))
+    state = profiler.as_state()
+    layers = state["layers"]
+    for wrong in (
+        *(None, state | {"format": 2}, state | {"layers": [1]}, state | {"layers": layers | {"L00": 3}}),
+        state | {"layers": layers | {"L03": layers["L00"]}},
+        state | {"layers": layers | {"L01": layers["L01"] | {"counts": torch.zeros(3)}}},
+        PathProfiler(dict.fromkeys(LAYERS, 9)).as_state(),
+        PathProfiler(LAYERS, 1).as_state(),
+    ):
+        with pytest.raises(ValueError, match="paths"):
+            profiler.read_state(wrong)
 
 
 def test_counts_of_several_ranks_are_added_up_for_one_of_another_number_of_them(tmp_path: Path) -> None:
@@ -170,9 +173,8 @@ def on_fewer_or_more_ranks(rank: int, world_size: int, folder: str, saves: bool)
     """Counts of experts, by layer, that this rank has saved or goes on with."""
     engine = engine_of(Model(6, 2), ds_config(2, placement={"profile_paths": True}))
     # What a job had counted before it loads is not what it goes on with.
-    for _ in range(1 if saves else 17):
-        engine.backward(engine(tokens(rank, 5 + rank)).square().mean())
-        engine.step()
+    engine.backward(engine(tokens(rank, 5 + rank)).square().mean())
+    engine.step()
     if saves:
         engine.save_checkpoint(folder, tag="saved")
     else:
@@ -182,8 +184,8 @@ def on_fewer_or_more_ranks(rank: int, world_size: int, folder: str, saves: bool)
     return found
 
 
-@pytest.mark.daily("paths", 1)
-@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2)])
+@sampled(("before", "after"), [(2, 4), (4, 2)])
+@pytest.mark.long
 def test_counts_go_on_over_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
     place = str(tmp_path / "saved")
     saved = run_on_ranks(on_fewer_or_more_ranks, before, tmp_path / "first", place, True)
@@ -192,25 +194,3 @@ def test_counts_go_on_over_another_number_of_ranks(before: int, after: int, tmp_
         there, here = (np.array([each[label] for each in of_ranks]).sum(0) for of_ranks in (saved, found))
         assert there.sum() == 2 * sum(5 + rank for rank in range(before))
         assert there.tolist() == here.tolist()
-
-
-WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "format": lambda state: state | {"format": 2},
-    "nothing": lambda state: None,
-    "layers": lambda state: state | {"layers": [1]},
-    "another layer": lambda state: state | {"layers": state["layers"] | {"L03": state["layers"]["L00"]}},
-    "no arrays": lambda state: state | {"layers": state["layers"] | {"L00": 3}},
-    "other counts": lambda state: (
-        state | {"layers": state["layers"] | {"L01": state["layers"]["L01"] | {"counts": torch.zeros(3)}}}
-    ),
-    "other experts": lambda state: PathProfiler(dict.fromkeys(LAYERS, 9)).as_state(),
-    "other paths": lambda state: PathProfiler(LAYERS, 1).as_state(),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_state_of_another_kind_is_refused(kind: str) -> None:
-    profiler = PathProfiler(LAYERS)
-    forward(profiler, drawn(0, 19))
-    with pytest.raises(ValueError, match="paths"):
-        profiler.read_state(WRONG[kind](profiler.as_state()))
