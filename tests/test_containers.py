@@ -14,6 +14,7 @@ import torch
 from deepspeed.moe.experts import Experts
 from torch import nn
 
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import draw
 from tests.small_model import EXPERT_WIDTH, WIDTH, Case, SmallModel, batch
@@ -33,14 +34,6 @@ def looks(model: SmallModel, layer: nn.Module, seen: list) -> None:
 
 def changes_rows(model: SmallModel, layer: nn.Module, seen: list) -> None:
     layer.experts.register_forward_pre_hook(lambda module, args: (args[0] + 0.25 * args[0].mean(dim=2, keepdim=True),))
-
-
-def writes_into_rows(model: SmallModel, layer: nn.Module, seen: list) -> None:
-    layer.experts.register_forward_pre_hook(lambda module, args: (args[0].mul_(1.5),))
-
-
-def changes_results(model: SmallModel, layer: nn.Module, seen: list) -> None:
-    layer.experts.register_forward_hook(lambda module, args, out: out + torch.tanh(args[0]))
 
 
 def changes_gradients(model: SmallModel, layer: nn.Module, seen: list) -> None:
@@ -69,7 +62,7 @@ def cuts_the_graph(model: SmallModel, layer: nn.Module, seen: list) -> None:
 def on_one_rank_alone(model: SmallModel, layer: nn.Module, seen: list) -> None:
     if torch.distributed.get_rank() == 1:
         looks(model, layer, seen)
-        changes_results(model, layer, seen)
+        layer.experts.register_forward_hook(lambda module, args, out: out + torch.tanh(args[0]))
 
 
 def own_forward_on_the_object(model: SmallModel, layer: nn.Module, seen: list) -> None:
@@ -110,7 +103,7 @@ def another_module(model: SmallModel, layer: nn.Module, seen: list) -> None:
 
 
 HOOKS = [
-    *(looks, changes_rows, writes_into_rows, changes_results, changes_gradients, takes_parameters_from_elsewhere),
+    *(looks, changes_rows, changes_gradients, takes_parameters_from_elsewhere),
     *(keeps_results_for_the_loss, cuts_the_graph, on_one_rank_alone, own_forward_on_the_object),
 ]
 CLASSES = [subclass, another_module]
@@ -129,10 +122,8 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
 
     import ds_fsmoe
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     case = Case(ep_size=2, stage=1, k=2)
     model, seen = SmallModel(case, rank), []
     layer = model.moes[1].deepspeed_moe
@@ -155,10 +146,10 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
     note(seen, *model.parameters())
     if block is not None:
         degrees = [(each.forward.block.degree, each.backward.block.degree) for each in (layer.pipeline,)]
-        said.append(f"degrees {degrees} {engine.fsmoe.chosen()['num_chunks']}")
+        said.lines.append(f"degrees {degrees} {engine.fsmoe.chosen()['num_chunks']}")
     engine.destroy()
-    logging.getLogger("ds_fsmoe").removeHandler(handler)
-    return seen, said
+    logging.getLogger("ds_fsmoe").removeHandler(said)
+    return seen, said.lines
 
 
 def alike(one: list, other: list) -> bool:
@@ -201,10 +192,8 @@ def late(rank: int, world_size: int) -> dict[str, Any]:
     """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
     import ds_fsmoe
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     found: dict[str, Any] = {"calls": [], "degrees": []}
     case = Case(ep_size=world_size)
     model, seen = SmallModel(case, rank), []
@@ -222,7 +211,7 @@ def late(rank: int, world_size: int) -> dict[str, Any]:
         found["calls"].append(len(seen) // 2)
         found["degrees"].append((pipeline.forward.block.degree, pipeline.backward.block.degree))
     engine.destroy()
-    return found | {"said": [each for each in said if "recheck_chunking" in each]}
+    return found | {"said": [each for each in said.lines if "recheck_chunking" in each]}
 
 
 def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again(tmp_path: Path) -> None:
@@ -246,32 +235,9 @@ class FailsOfItsOwn(nn.Module):
         raise RuntimeError("the size of tensor a must be a size of its own")
 
 
-def error_of(rank: int, world_size: int) -> str:
-    """The text of the error of such a module, in its first forward."""
-    import ds_fsmoe
-
-    case = Case()
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "autotune": False})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    inner = model.moes[0].deepspeed_moe
-    inner.experts = FailsOfItsOwn(inner.experts.deepspeed_experts)
-    with pytest.raises(RuntimeError) as caught:
-        engine(*batch(0, rank, torch.float32))
-    engine.destroy()
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_an_experts_module_that_fails_says_so_itself(tmp_path: Path) -> None:
-    """Its experts are not tried one by one, as its rows need not be theirs."""
-    assert run_on_ranks(error_of, 1, tmp_path) == ["RuntimeError: the size of tensor a must be a size of its own"]
-
-
-KINDS = "A2A_IN", "EXPERT", "A2A_OUT"
-
-
-def watched(rank: int, world_size: int, folder: str) -> list[bool]:
-    """A traced step; whether DeepSpeed finds times of a layer with hooks on its experts module."""
+def watched(rank: int, world_size: int, folder: str) -> tuple[list[bool], str]:
+    """A traced step; whether DeepSpeed finds times of a layer with hooks on its experts module; then what is said when
+    an experts module fails."""
     import ds_fsmoe
 
     case = Case(ep_size=2)
@@ -284,15 +250,29 @@ def watched(rank: int, world_size: int, folder: str) -> list[bool]:
     engine.backward(loss)
     engine.step()
     inner = model.moes[1].deepspeed_moe
+    times = [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
     engine.destroy()
-    return [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
+    case = Case()
+    model = SmallModel(case, rank)
+    config = case.ds_config(fsmoe={"enabled": True, "autotune": False})
+    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    inner = model.moes[0].deepspeed_moe
+    inner.experts = FailsOfItsOwn(inner.experts.deepspeed_experts)
+    with pytest.raises(RuntimeError) as caught:
+        engine(*batch(0, rank, torch.float32))
+    engine.destroy()
+    return times, str(caught.value)
 
 
-def test_the_trace_and_deepspeeds_times_show_such_a_layer_as_any_other(tmp_path: Path) -> None:
-    assert run_on_ranks(watched, 2, tmp_path, str(tmp_path / "trace")) == [[True] * 3] * 2
+def test_the_trace_deepspeeds_times_and_errors_show_such_a_layer_as_any_other(tmp_path: Path) -> None:
+    for times, error in run_on_ranks(watched, 2, tmp_path, str(tmp_path / "trace")):
+        assert times == [True] * 3
+        # Its experts are not tried one by one, as its rows need not be theirs.
+        assert error == "the size of tensor a must be a size of its own"
     events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
     about = [each["args"] for each in events if each["ph"] == "X"]
     tasks = [
         sorted((each["phase"], each["kind"]) for each in about if each["layer"] == label) for label in ("L00", "L01")
     ]
-    assert tasks[0] == tasks[1] == sorted((phase, kind) for phase in ("fwd", "bwd") for kind in KINDS)
+    kinds = ("A2A_IN", "EXPERT", "A2A_OUT")
+    assert tasks[0] == tasks[1] == sorted((phase, kind) for phase in ("fwd", "bwd") for kind in kinds)

@@ -20,9 +20,6 @@ from tests.hf_families import batch, model_of, why_not  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 from tests.test_one_rank import engine_of, without_short_way  # noqa: E402
 
-FAMILIES = ("qwen3_moe", "gpt_oss", "muse_spark")
-"""Families without and with biases, and with a norm of experts' results."""
-
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(tensor)
@@ -44,9 +41,10 @@ def gradients(model: nn.Module, make: Any, x: Any, frozen: str, only: str = "") 
     return {"x": result.detach()} | {name: each.grad for name, each in given.items()}
 
 
-def against_hugging_face(rank: int, world_size: int, is_cut: bool) -> list[str]:
+def against_hugging_face(rank: int, world_size: int) -> tuple[list[str], int]:
     wrong = []
-    for family in FAMILIES:
+    # Families without and with biases, and with a norm of experts' results.
+    for family, is_cut in (("qwen3_moe", False), ("gpt_oss", True), ("muse_spark", True)):
         if why_not(family):
             continue
         model = model_of(family)
@@ -71,10 +69,10 @@ def against_hugging_face(rank: int, world_size: int, is_cut: bool) -> list[str]:
         for each in (ours, theirs):
             for parameter in each.parameters():
                 parameter.grad = None
-    return wrong
+    return wrong, left_behind()
 
 
-def left_behind(rank: int, world_size: int) -> int:
+def left_behind() -> int:
     """How many of the experts' weights that two different calls were given live on after them."""
     ours = engine_of(model_of("qwen3_moe")).module
     ids = torch.randint(3, 100, (1, 8))
@@ -89,11 +87,5 @@ def left_behind(rank: int, world_size: int) -> int:
     return sum(each() is not None for each in seen)
 
 
-def test_weights_given_to_a_call_go_with_it(tmp_path: Path) -> None:
-    assert run_on_ranks(left_behind, 1, tmp_path) == [0]
-
-
-@pytest.mark.parametrize("is_cut", [False, True], ids=["one chunk", "two chunks"])
-def test_weights_given_to_a_call_are_run_and_get_its_gradients(is_cut: bool, tmp_path: Path) -> None:
-    (wrong,) = run_on_ranks(against_hugging_face, 1, tmp_path, is_cut)
-    assert wrong == []
+def test_weights_given_to_a_call_are_run_get_its_gradients_and_go_with_it(tmp_path: Path) -> None:
+    assert run_on_ranks(against_hugging_face, 1, tmp_path) == [([], 0)]

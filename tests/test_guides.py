@@ -93,27 +93,23 @@ def test_an_all_to_all_is_added_as_printed(checkout: Path) -> None:
 
 STAGES = '"A2A_IN inter, SPREAD intra inner, EXPERT'
 PLACES = [
-    ("ds_fsmoe/planning/schedule.py", 'SPREAD = "SPREAD"\n', 0),
-    ("ds_fsmoe/planning/workload.py", "        behind = sends(COLLECT, intra", 8),
-    (
-        "ds_fsmoe/planning/workload.py",
-        "        costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))\n",
-        8,
-    ),
-    ("ds_fsmoe/planning/job/measured.py", 'GATE, ORDER = "gate", "order and back"\n', 0),
-    ("ds_fsmoe/planning/job/measured.py", "        names[EXPERT] = anew if backward else FORWARD\n", 8),
-    ("ds_fsmoe/measuring/profiler.py", "        return (*experts, *((QUANTISED, DEQUANTISED)", 8),
-    ("ds_fsmoe/measuring/profiler.py", "    flops = 2.0 * ranks * subject.num_weights\n", 4),
-    ("ds_fsmoe/measuring/profiler.py", '        FORWARD: (forward, flops, "flop"),\n', 8),
-    ("ds_fsmoe/execution/phase.py", "        if SPREAD in kinds:\n", 8),
-    ("ds_fsmoe/execution/phase.py", "    def weight_gradients(self) -> torch.Tensor | None:\n", 4),
+    ("planning/schedule.py", 'SPREAD = "SPREAD"\n', 0),
+    ("planning/workload.py", "        behind = sends(COLLECT, intra", 8),
+    ("planning/workload.py", "        costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))\n", 8),
+    ("planning/job/measured.py", 'GATE, ORDER = "gate", "order and back"\n', 0),
+    ("planning/job/measured.py", "        names[EXPERT] = anew if backward else FORWARD\n", 8),
+    ("measuring/profiler.py", "        return (*experts, *((QUANTISED, DEQUANTISED)", 8),
+    ("measuring/profiler.py", "    flops = 2.0 * ranks * subject.num_weights\n", 4),
+    ("measuring/profiler.py", '        FORWARD: (forward, flops, "flop"),\n', 8),
+    ("execution/phase.py", "        if SPREAD in kinds:\n", 8),
+    ("execution/phase.py", "    def weight_gradients(self) -> torch.Tensor | None:\n", 4),
 ]
 """The file of each block of code of the guide, what it is written ahead of (of several, the last), how far indented."""
 IMPORTED = {
-    "ds_fsmoe/planning/workload.py": ("from ds_fsmoe.planning.schedule import (\n", "    UNPACK,\n"),
-    "ds_fsmoe/planning/job/measured.py": ("from ds_fsmoe.planning.schedule import (\n", "    UNPACK,\n"),
-    "ds_fsmoe/measuring/profiler.py": ("from ds_fsmoe.planning.job.measured import (\n", "    UNPACKED,\n"),
-    "ds_fsmoe/execution/phase.py": ("from ds_fsmoe.planning.schedule import (\n", "    UNPACK,\n"),
+    "planning/workload.py": ("planning.schedule", "UNPACK"),
+    "planning/job/measured.py": ("planning.schedule", "UNPACK"),
+    "measuring/profiler.py": ("planning.job.measured", "UNPACKED"),
+    "execution/phase.py": ("planning.schedule", "UNPACK"),
 }
 
 
@@ -132,14 +128,15 @@ def changed(file: Path, old: str, new: str) -> None:
 
 @pytest.mark.daily("guides", 1)
 def test_a_kind_of_task_is_added_as_printed(checkout: Path) -> None:
-    guide = part("Add a task kind")
+    guide, package = part("Add a task kind"), checkout / "ds_fsmoe"
     code = [textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```\n(.*?)^ *```$", guide)]
     for (name, place, indent), block in zip(PLACES, code, strict=True):
         after = "\n" if block.startswith("def ") else ""
-        ahead_of(checkout / name, place, textwrap.indent(block, " " * indent) + after)
-    for name, (place, imported) in IMPORTED.items():
-        changed(checkout / name, place, place + imported)
-    profiler = checkout / "ds_fsmoe" / "measuring" / "profiler.py"
+        ahead_of(package / name, place, textwrap.indent(block, " " * indent) + after)
+    for name, (module, imported) in IMPORTED.items():
+        place = f"from ds_fsmoe.{module} import (\n"
+        changed(package / name, place, f"{place}    {imported},\n")
+    profiler = package / "measuring" / "profiler.py"
     changed(profiler, "return (*experts, *(", "return (*experts, *own, *(")
     stages = checkout / "tests" / "planning" / "test_stages.py"
     changed(stages, STAGES, STAGES.replace("EXPERT", "UNPACK compute inner, EXPERT"))

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from tests.hf_families import batch, model_of
 from tests.hf_lora import lora_of, trained
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_hugging_face import TOLERANCE, ds_config, engine_of, furthest
@@ -114,28 +115,27 @@ def test_models_train_as_they_do_with_eager_experts(stage: int, block: dict[str,
 
 
 @sampled(
-    ("stage", "block"), [(2, TWO_NODES), (0, TWO_NODES | BY_DEGREES), (3, TWO_NODES | BY_DEGREES)], kept=[0], ids=str
+    ("stage", "block", "checkpoints"),
+    [
+        (2, TWO_NODES, False),
+        *((stage, TWO_NODES | BY_DEGREES, checkpoints) for stage in (0, 3) for checkpoints in (False, True)),
+    ],
+    ids=str,
 )
-def test_four_ranks_on_two_nodes_train_as_eager_models_do(stage: int, block: dict[str, Any], tmp_path: Path) -> None:
-    found = run_on_ranks(trains_as_eager, 4, tmp_path, ["olmoe", "mixtral"], stage, block, {})
+def test_four_ranks_on_two_nodes_train_as_eager_models_do(
+    stage: int, block: dict[str, Any], checkpoints: bool, tmp_path: Path
+) -> None:
+    """With activations checkpointed or not, of which tests/test_halves_again.py has the rest."""
+    names = ["olmoe", "mixtral"]
+    found = run_on_ranks(trains_as_eager, 4, tmp_path, names, stage, block, {}, SAMPLES, checkpoints)
     assert found == [[SPLIT] * 2] * 4
 
 
-def test_what_is_collected_of_modules_is_that_of_the_whole_batch(tmp_path: Path) -> None:
-    """Losses of routers are made of it."""
-    for options in ({"output_router_logits": True}, {"output_router_logits": True, "output_hidden_states": True}):
-        found = run_on_ranks(trains_as_eager, 2, tmp_path / str(len(options)), ["olmoe", "mixtral"], 1, {}, options)
-        assert [len(each) for each in found] == [2, 2], found
-        # Where what blocks return is asked for, halves are put together behind each of the two blocks.
-        assert found[0] == [SPLIT * len(options)] * 2
-
-
-def accumulated(rank: int, world_size: int) -> tuple[float, int]:
+def by_whole_batches(rank: int, world_size: int) -> tuple[float, int]:
     """How far weights are from those of whole batches after four steps of two micro-batches, and forwards by halves."""
     ends, runs = [], 0
     for split in ("off", "on"):
-        config = ds_config(1, two_batch_overlap=split, autotune=False) | {"train_micro_batch_size_per_gpu": 2}
-        engine = engine_of(model_of("olmoe"), config | {"gradient_accumulation_steps": 2})
+        engine = split_engine(split, 2, gradient_accumulation_steps=2)
         for number in range(8):
             engine.backward(called(engine, batch(10 * number + rank, 2)).loss)
             engine.step()
@@ -145,15 +145,56 @@ def accumulated(rank: int, world_size: int) -> tuple[float, int]:
     return max(furthest(each, other) for each, other in zip(*ends, strict=True)), runs
 
 
-def test_gradients_of_halves_are_added_up_over_micro_batches(tmp_path: Path) -> None:
-    for off, runs in run_on_ranks(accumulated, 2, tmp_path):
+def split_engine(split: str = "on", samples: int = 2, **config: Any) -> Any:
+    own = ds_config(1, two_batch_overlap=split, autotune=False) | {"train_micro_batch_size_per_gpu": samples}
+    return engine_of(model_of("olmoe"), own | config)
+
+
+def of_batches(rank: int, world_size: int, sizes: list[tuple[int, int]], has_cache: bool = False) -> list[int]:
+    """The forwards by halves so far, after batches of so many samples on the two ranks; 0 for a rank without a batch."""
+    engine, found = split_engine(), []
+    for number, of_ranks in enumerate(sizes):
+        x = batch(number, of_ranks[rank] or 1)
+        loss = (
+            engine(input_ids=x, labels=x, use_cache=has_cache).loss if of_ranks[rank] else engine.fsmoe_dummy_forward()
+        )
+        engine.backward(loss)
+        engine.step()
+        found.append(engine.fsmoe.splitter.num_runs)
+    engine.destroy()
+    return found
+
+
+def in_turn(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"accumulated": by_whole_batches(rank, world_size)}
+    # Where what blocks return is asked for, halves are put together behind each of the two blocks.
+    options = {"output_router_logits": True, "output_hidden_states": True}
+    for name, some in (("one", dict([*options.items()][:1])), ("both", options)):
+        found[name] = trains_as_eager(rank, world_size, ["olmoe", "mixtral"], 1, {}, some)
+    found["of one sample"] = trains_as_eager(rank, world_size, ["olmoe"], 1, {}, {}, 1)
+    # A rank that has a single sample would send half as often as the others.
+    found["uneven"] = of_batches(rank, world_size, [(2, 2), (2, 2), (2, 1), (3, 2), (1, 1), (2, 5)])
+    found["none"] = of_batches(rank, world_size, [(2, 2), (2, 2), (2, 0), (2, 2)])
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    found["cache"] = of_batches(rank, world_size, [(2, 2)] * 3, has_cache=True)[-1], " ".join(said.lines)
+    return found
+
+
+def test_ranks_cut_their_batches_all_or_none_and_what_is_collected_or_added_up_is_that_of_the_whole(
+    tmp_path: Path,
+) -> None:
+    both = run_on_ranks(in_turn, 2, tmp_path)
+    for each in both:
+        off, runs = each["accumulated"]
         assert off < 2 * TOLERANCE
         assert runs == 7
-
-
-def test_a_batch_of_one_stays_whole(tmp_path: Path) -> None:
-    found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe"], 1, {}, {}, 1)
-    assert found == [[0]] * 2
+        assert (each["one"], each["both"]) == ([SPLIT] * 2, [2 * SPLIT] * 2)
+        assert each["of one sample"] == [0]
+        assert each["uneven"] == [0, 1, 1, 2, 2, 3]
+        assert each["none"][-1] == 2
+        assert each["cache"][0] == 0
+    assert "it gets a cache" in both[0]["cache"][1]
 
 
 def adapters(rank: int, world_size: int) -> list[Any]:
@@ -169,54 +210,3 @@ def adapters(rank: int, world_size: int) -> list[Any]:
 def test_adapters_of_experts_are_those_of_each_half(tmp_path: Path) -> None:
     pytest.importorskip("peft")
     assert run_on_ranks(adapters, 2, tmp_path) == [[SPLIT]] * 2
-
-
-def uneven(rank: int, world_size: int) -> list[int]:
-    """The forwards by halves so far, after batches of which ranks have as many samples, or not."""
-    config = ds_config(1, two_batch_overlap="on", autotune=False) | {"train_micro_batch_size_per_gpu": 2}
-    engine = engine_of(model_of("olmoe"), config)
-    found = []
-    for number, sizes in enumerate([(2, 2), (2, 2), (2, 1), (3, 2), (1, 1), (2, 5)]):
-        x = batch(number, sizes[rank])
-        engine.backward(called(engine, x).loss)
-        engine.step()
-        found.append(engine.fsmoe.splitter.num_runs)
-    return found
-
-
-def test_ranks_cut_their_batches_all_or_none(tmp_path: Path) -> None:
-    """One that has a single sample would send half as often as the others."""
-    assert run_on_ranks(uneven, 2, tmp_path) == [[0, 1, 1, 2, 2, 3]] * 2
-
-
-def without_a_batch(rank: int, world_size: int) -> int:
-    """The forwards by halves, where one rank runs out of batches once."""
-    engine = engine_of(model_of("olmoe"), ds_config(1, two_batch_overlap="on", autotune=False))
-    for number in range(4):
-        x = batch(number, 2)
-        engine.backward(engine.fsmoe_dummy_forward() if rank and number == 2 else called(engine, x).loss)
-        engine.step()
-    return engine.fsmoe.splitter.num_runs
-
-
-def test_a_rank_without_a_batch_keeps_those_of_the_others_whole(tmp_path: Path) -> None:
-    assert run_on_ranks(without_a_batch, 2, tmp_path) == [2, 2]
-
-
-def test_a_cache_keeps_batches_whole_and_is_said(tmp_path: Path) -> None:
-    found = run_on_ranks(with_cache, 2, tmp_path)
-    assert [each[0] for each in found] == [0, 0]
-    assert "it gets a cache" in found[0][1]
-
-
-def with_cache(rank: int, world_size: int) -> tuple[int, str]:
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
-    engine = engine_of(model_of("olmoe"), ds_config(1, two_batch_overlap="on", autotune=False))
-    for number in range(3):
-        x = batch(number, 2)
-        engine.backward(engine(input_ids=x, labels=x, use_cache=True).loss)
-        engine.step()
-    return engine.fsmoe.splitter.num_runs, " ".join(heard)

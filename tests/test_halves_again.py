@@ -22,7 +22,7 @@ from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.layer.replay import is_kept, runs_again, tape_torchs_functions
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_halves import BY_DEGREES, SAMPLES, SPLIT, TWO_NODES, trains_as_eager
+from tests.test_halves import BY_DEGREES, SAMPLES, SPLIT, trains_as_eager
 from tests.test_halves_in_turns import WIDTH, Model, forward, numbers, same, split
 from tests.test_halves_in_turns import Block as PlainBlock
 
@@ -57,9 +57,7 @@ def model_of(events: list[str], count: int = 2, use_reentrant: bool = False) -> 
     return model
 
 
-@pytest.mark.parametrize("batch", [2, 5])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(("count", "use_reentrant", "batch"), [(1, False, 5), (3, True, 2), (3, False, 2)])
 def test_numbers_are_those_of_the_whole_batch(count: int, use_reentrant: bool, batch: int) -> None:
     model = model_of([], count, use_reentrant)
     x, mask = torch.randn(batch, 3, WIDTH, requires_grad=True), torch.rand(batch, 3, 1)
@@ -123,14 +121,12 @@ def test_a_block_runs_again_with_autocasting_as_it_was(casts: bool) -> None:
     model = model_of([])
     splitter, x = split(model), torch.randn(2, 3, WIDTH)
     with torch.autocast("cpu", torch.bfloat16, enabled=casts):
-        wanted, loss = model(x), forward(model, splitter, x)
-    torch.testing.assert_close(loss, wanted)
+        loss = forward(model, splitter, x)
     with torch.autocast("cpu", torch.bfloat16, enabled=not casts):
         loss.backward()
     assert splitter.num_runs == 1
     for block in model.blocks:
-        first, again = block.results[-4:-2], block.results[-2:]
-        assert [torch.equal(*each) for each in zip(first, again, strict=True)] == [True, True]
+        assert all(map(torch.equal, block.results[-4:-2], block.results[-2:]))
 
 
 @pytest.mark.parametrize("place", ["forward", "again"])
@@ -204,10 +200,3 @@ def test_models_whose_activations_are_checkpointed_train_as_eager_ones(
 ) -> None:
     found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe", "mixtral"], stage, block, {}, SAMPLES, True)
     assert found == [[SPLIT] * 2] * 2
-
-
-@pytest.mark.daily("layers", 2)
-@sampled(("stage", "block"), [(1, TWO_NODES), (3, TWO_NODES | BY_DEGREES)], ids=str)
-def test_four_ranks_on_two_nodes_run_again_in_turns(stage: int, block: dict[str, Any], tmp_path: Path) -> None:
-    found = run_on_ranks(trains_as_eager, 4, tmp_path, ["olmoe", "mixtral"], stage, block, {}, SAMPLES, True)
-    assert found == [[SPLIT] * 2] * 4

@@ -118,8 +118,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(each, other)
 
 
-@pytest.mark.parametrize("batch", [2, 3, 5])
-@pytest.mark.parametrize("kinds", ["m", "mm", "mdmd", "dmddmm"])
+@pytest.mark.parametrize(("kinds", "batch"), [("m", 3), ("mm", 2), ("mdmd", 5), ("dmddmm", 3)])
 def test_halves_give_the_numbers_of_the_whole(kinds: str, batch: int) -> None:
     model = Model([], kinds).double()
     x, mask = torch.randn(batch, 3, WIDTH).double(), torch.rand(batch, 3, 1).double()
@@ -191,12 +190,7 @@ def test_ranks_agree_once_in_a_forward_however_often_halves_are_put_together(pla
 def test_a_rank_without_a_batch_answers_the_others_and_is_watched_later() -> None:
     model, asked = Model([]), []
     layers = {f"blocks.{number}.layer": block.layer for number, block in enumerate(model.blocks)}
-
-    def agree(facts: list[bool]) -> list[bool]:
-        asked.append(list(facts))
-        return facts
-
-    splitter = Splitter(model, layers, (), agree, holds=lambda: False)
+    splitter = Splitter(model, layers, (), lambda facts: asked.append(list(facts)) or facts, holds=lambda: False)
     splitter.decline()
     splitter.end_forward(is_training=True, has_batch=False)
     assert [each[0] for each in asked] == [False]
@@ -207,25 +201,17 @@ def test_a_rank_without_a_batch_answers_the_others_and_is_watched_later() -> Non
     assert asked[2:] == [[False]]
 
 
-def test_evaluation_and_forwards_without_gradients_are_whole() -> None:
+def test_evaluation_copies_of_a_block_and_a_closed_splitter_run_whole_batches() -> None:
     model = Model([])
     splitter, x = split(model), torch.randn(4, 3, WIDTH)
     with torch.no_grad():
         forward(model, splitter, x)
-    model.eval()
-    forward(model, splitter, x)
-    assert splitter.num_runs == 0
-
-
-def test_copies_of_a_block_and_a_closed_splitter_have_the_own_forward() -> None:
-    model = Model([])
-    splitter = split(model)
-    copied = copy.deepcopy(model)
-    copied(torch.randn(4, 3, WIDTH))
-    assert splitter.num_runs == 0
+    forward(model.eval(), splitter, x)
+    copied = copy.deepcopy(model.train())
+    copied(x)
     assert all(each.forward.__self__ is each for each in copied.blocks)
     splitter.close()
-    model(torch.randn(4, 3, WIDTH))
+    model(x)
     assert splitter.num_runs == 0
     assert "forward" not in vars(model.blocks[0])
 
@@ -237,24 +223,20 @@ def test_dropout_is_said_to_draw_other_masks(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", logger="ds_fsmoe"):
         for _ in range(2):
             forward(model, splitter, torch.randn(4, 3, WIDTH))
-    assert [
-        each.getMessage().count("whose masks differ between two sub-batches and the whole batch")
-        for each in caplog.records
-    ] == [1]
+    (said,) = caplog.records
+    assert "whose masks differ between two sub-batches and the whole batch" in said.getMessage()
 
 
 def test_blocks_are_found_by_the_names_of_their_classes() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Block(0, []), Block(1, [])
+    model = nn.ModuleDict({"first": Block(0, []), "second": Block(1, [])})
+    layers = {f"{name}.layer": each.layer for name, each in model.items()}
 
-    model = Two()
-    layers = {"first.layer": model.first.layer, "second.layer": model.second.layer}
-    agree_and_hold = (lambda facts: facts), (lambda: False)
-    assert "it is in no list of modules" in Splitter(model, layers, (), *agree_and_hold).why_not
-    assert [each.path for each in Splitter(model, layers, ("Block",), *agree_and_hold).blocks] == ["first", "second"]
-    assert "a Blok" in Splitter(model, layers, ("Blok",), *agree_and_hold).why_not
+    def splitter(*names: str) -> Splitter:
+        return Splitter(model, layers, names, agree=lambda facts: facts, holds=lambda: False)
+
+    assert "it is in no list of modules" in splitter().why_not
+    assert [each.path for each in splitter("Block").blocks] == ["first", "second"]
+    assert "a Blok" in splitter("Blok").why_not
 
 
 def test_arguments_are_cut_where_their_rows_are_samples() -> None:
@@ -274,15 +256,8 @@ def test_arguments_are_cut_where_their_rows_are_samples() -> None:
 
 def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:
     calls: list[int] = []
-
-    def complete() -> torch.Tensor:
-        calls.append(1)
-        return torch.ones(2, 3)
-
-    pending = Pending(complete)
-    assert pending.is_open
-    assert calls == []
-    assert not isinstance(pending, torch.Tensor)
+    pending = Pending(lambda: calls.append(1) or torch.ones(2, 3))
+    assert (pending.is_open, calls) == (True, [])
     results = [pending + 1, 1 + pending, torch.add(pending, 1), pending.add(1), torch.cat([pending, pending])[:2] + 1]
     assert all(torch.equal(each, torch.full((2, 3), 2.0)) for each in results)
     assert pending.shape == (2, 3)
@@ -291,14 +266,12 @@ def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:
 
 def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> None:
     for seed in range(20):
-        cases = [(random_schedule(seed + 100 * number, num_tasks=17), Log()) for number in range(3)]
-        work = [Arithmetic(schedule, device_for(lanes), (0.0, 0.1)) for schedule, _ in cases]
+        schedules = [random_schedule(seed + 100 * number, num_tasks=17) for number in range(3)]
+        work = [Arithmetic(schedule, device_for(lanes), (0.0, 0.1)) for schedule in schedules]
 
-        def take_turns(cases: list = cases, work: list = work) -> None:
-            runs = [
-                lanes.begin(schedule, case.bodies, f"run {number}", log)
-                for number, ((schedule, log), case) in enumerate(zip(cases, work, strict=True))
-            ]
+        def take_turns(schedules: list = schedules, work: list = work) -> None:
+            pairs = zip(schedules, work, strict=True)
+            runs = [lanes.begin(schedule, each.bodies, "a run", Log()) for schedule, each in pairs]
             for stop in (5, 5, 11, 17):
                 for run in runs:
                     run.go(stop)
@@ -306,4 +279,4 @@ def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> N
                 run.finish()
 
         in_time(take_turns)
-        assert [case.outcome() for case in work] == [serial_outcome(schedule) for schedule, _ in cases]
+        assert [case.outcome() for case in work] == [serial_outcome(schedule) for schedule in schedules]

@@ -29,6 +29,15 @@ from tests.small_model import Case, SmallModel, batch
 pytestmark = pytest.mark.long
 
 
+def counted(rank: int, model: torch.nn.Module, config: dict[str, Any]) -> Any:
+    """An engine that has taken one step, in which the paths of its tokens were counted."""
+    engine = engine_of(model, config)
+    watched(engine)
+    engine.backward(engine(tokens(rank, 64)).square().mean())
+    engine.step()
+    return engine
+
+
 def ways(rank: int, world_size: int, num_experts: int, k: int, experts: type[Experts], chunks: int) -> list[str]:
     """What differs from the plain forward, with as many tokens as a rank's number allows: none on the first."""
     import ds_fsmoe
@@ -80,12 +89,8 @@ def in_groups(rank: int, world_size: int, stage: int, alltoall: str) -> list[str
     import ds_fsmoe
 
     ep_size = 2 if stage == 3 else 4
-    topology = {"ranks_per_node": 2}
-    block = {"alltoall": alltoall, "topology": topology}
-    engine = engine_of(Model(8, 2), ds_config(ep_size, stage, **block))
-    watched(engine)
-    engine.backward(engine(tokens(rank, 64)).square().mean())
-    engine.step()
+    block = {"alltoall": alltoall, "topology": {"ranks_per_node": 2}}
+    engine = counted(rank, Model(8, 2), ds_config(ep_size, stage, **block))
     said = []
     for name, options in WAYS.items():
         xs = [tokens(rank, 11 + 5 * rank, seed) for seed in range(3)]
@@ -105,11 +110,11 @@ def test_zero_3_and_tokens_that_cross_once_change_nothing(stage: int, alltoall: 
     assert [each for of_rank in found for each in of_rank] == []
 
 
-def by_rule(rank: int, world_size: int, k: int) -> dict[str, Any]:
+def by_rule(rank: int, world_size: int) -> dict[str, Any]:
     """What happened with routing in which a path says all, on the tokens that were trained with."""
     import ds_fsmoe
 
-    engine = engine_of(Model(12, k, layers=5, is_ruled=True), ds_config(world_size))
+    engine = engine_of(Model(12, 2, layers=5, is_ruled=True), ds_config(world_size))
     watched(engine)
     x_SM = tokens(rank, 300)
     engine.backward(engine(x_SM).square().mean())
@@ -123,9 +128,8 @@ def by_rule(rank: int, world_size: int, k: int) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("k", [1, 2])
-def test_estimates_are_right_where_the_path_decides_about_everything(k: int, tmp_path: Path) -> None:
-    first, *others = run_on_ranks(by_rule, 4, tmp_path, k)
+def test_estimates_are_right_where_the_path_decides_about_everything(tmp_path: Path) -> None:
+    first, *others = run_on_ranks(by_rule, 4, tmp_path)
     assert all(each == first for each in others)
     assert first["both, shares"] == (1.0, 0.0)
     assert first["no estimate, shares"] == (None, 1.0)
@@ -138,14 +142,17 @@ def test_estimates_are_right_where_the_path_decides_about_everything(k: int, tmp
         assert record["fullest"] < 1.2 < record["fullest_primary"]
 
 
-def any_table(rank: int, world_size: int, weights: str) -> list[str]:
+def any_tables(rank: int, world_size: int) -> list[str]:
     """The outputs by tables that nobody would make, others in each call."""
+    kinds = ("host", "home", "copies of the host's")
+    return [f"{weights}: {each}" for weights in kinds for each in by_any_table(rank, world_size, weights)]
+
+
+def by_any_table(rank: int, world_size: int, weights: str) -> list[str]:
     import ds_fsmoe
     from ds_fsmoe.layer import expert_cache, inference
 
-    engine = engine_of(Model(12, 2), ds_config(world_size, num_chunks=2))
-    watched(engine)
-    engine.backward(engine(tokens(rank, 64)).square().mean())
+    engine = counted(rank, Model(12, 2), ds_config(world_size, num_chunks=2))
     draw, seen = np.random.default_rng(5), []
 
     def drawn(popularity_E: np.ndarray, num_ranks: int, *_: Any) -> tuple[tuple[int, ...], ...]:
@@ -175,9 +182,8 @@ def any_table(rank: int, world_size: int, weights: str) -> list[str]:
     return said + ([] if len(set(seen)) >= 24 and {0, 12} < sizes else [f"few kinds of tables: {sizes}"])
 
 
-@pytest.mark.parametrize("weights", ["host", "home", "copies of the host's"])
-def test_outputs_do_not_depend_on_the_table(weights: str, tmp_path: Path) -> None:
-    assert run_on_ranks(any_table, 4, tmp_path, weights) == [[]] * 4
+def test_outputs_do_not_depend_on_the_table(tmp_path: Path) -> None:
+    assert run_on_ranks(any_tables, 4, tmp_path) == [[]] * 4
 
 
 def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, expert: str, wire: str) -> list[str]:
@@ -210,22 +216,11 @@ def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, exp
     return said
 
 
-# What sends slots in training sends them in their own type, and so does inference.
-@pytest.mark.parametrize(
-    ("k", "drop_tokens", "expert", "wire"), [(1, True, "module", "fp8"), (2, False, "gpt", "model")]
-)
-def test_deepspeeds_own_layers_give_the_same(k: int, drop_tokens: bool, expert: str, wire: str, tmp_path: Path) -> None:
-    assert run_on_ranks(deepspeeds_layers, 2, tmp_path, k, drop_tokens, expert, wire) == [[], []]
-
-
 def without_a_batch(rank: int, world_size: int, k: int) -> tuple[list[str], list[dict[str, Any]]]:
     """What differs where the last rank has no batch, and what happened."""
     import ds_fsmoe
 
-    engine = engine_of(Model(12, k), ds_config(world_size))
-    watched(engine)
-    engine.backward(engine(tokens(rank, 64)).square().mean())
-    engine.step()
+    engine = counted(rank, Model(12, k), ds_config(world_size))
 
     def run(seed: int) -> torch.Tensor:
         if rank == world_size - 1:
@@ -247,8 +242,18 @@ def without_a_batch(rank: int, world_size: int, k: int) -> tuple[list[str], list
     return said, happenings
 
 
-def test_a_rank_without_a_batch_goes_by_the_tables_of_the_others(tmp_path: Path) -> None:
-    found = run_on_ranks(without_a_batch, 2, tmp_path, 3)
-    assert [said for said, _ in found] == [[], []]
-    assert found[0][1] == found[1][1]
-    assert {each["accurate"] for each in found[0][1]} != {6}
+def on_two_ranks(rank: int, world_size: int) -> tuple[list[str], tuple[list[str], list[dict[str, Any]]]]:
+    # What sends slots in training sends them in their own type, and so does inference.
+    cases = ((1, True, "module", "fp8"), (2, False, "gpt", "model"))
+    wrong = [each for case in cases for each in deepspeeds_layers(rank, world_size, *case)]
+    return wrong, without_a_batch(rank, world_size, 3)
+
+
+def test_deepspeeds_own_layers_give_the_same_and_a_rank_without_a_batch_goes_by_the_tables_of_the_others(
+    tmp_path: Path,
+) -> None:
+    (one, (_, happened)), (other, (_, elsewhere)) = found = run_on_ranks(on_two_ranks, 2, tmp_path)
+    assert (one, other) == ([], [])
+    assert [said for _, (said, _) in found] == [[], []]
+    assert happened == elsewhere
+    assert {each["accurate"] for each in happened} != {6}

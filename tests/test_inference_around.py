@@ -7,7 +7,7 @@ import gc
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from ds_fsmoe.components.routing import BareRouting
 from ds_fsmoe.layer import inference as layer_inference
-from ds_fsmoe.layer.expert_cache import ExpertCacheMemory, Where
+from ds_fsmoe.layer.expert_cache import ExpertCacheMemory
 from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
@@ -72,10 +72,6 @@ def moved(rank: int, world_size: int, folder: str) -> list[str]:
     return said
 
 
-def test_experts_that_have_moved_in_training_are_found_and_stay_there(tmp_path: Path) -> None:
-    assert run_on_ranks(moved, 2, tmp_path / "ranks", str(tmp_path)) == [[], []]
-
-
 def comes_and_goes(rank: int, world_size: int) -> list[str]:
     """What is not as it was after inference, ended by itself or by an error."""
     import ds_fsmoe
@@ -84,6 +80,7 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
     said: list[str] = []
     alive: list[weakref.ref] = []
     there_at_end: list[bool] = []
+    give_back = inference.give_back_host_memory
     inference.give_back_host_memory = lambda: there_at_end.append(any(each() is not None for each in alive))
     engine = engine_of(Model(6, 2), ds_config(world_size))
     watched(engine)
@@ -119,15 +116,12 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
     # An error still has the frames that it came through.
     if len(there_at_end) != 2 or there_at_end[0]:
         said.append(f"the host's memory is given back while weights are in it: {there_at_end}")
+    inference.give_back_host_memory = give_back
     loss = engine(tokens(rank, 32)).square().mean()
     engine.backward(loss)
     engine.step()
     engine.destroy()
     return said
-
-
-def test_all_is_as_before_when_it_has_ended(tmp_path: Path) -> None:
-    assert run_on_ranks(comes_and_goes, 2, tmp_path) == [[], []]
 
 
 def decided_together(rank: int, world_size: int) -> list[Any]:
@@ -174,26 +168,15 @@ def decided_together(rank: int, world_size: int) -> list[Any]:
     return found
 
 
-def test_what_one_rank_leaves_or_has_no_memory_for_is_the_same_on_all(tmp_path: Path) -> None:
-    found, other = run_on_ranks(decided_together, 2, tmp_path)
-    assert found == other
-    leaves_one, fails_on_host, just_enough, too_little = found
-    assert leaves_one == [True, "host", {"L01": "on rank 1 it says so"}]
-    assert fails_on_host == [True, "home", {}]
-    assert just_enough == [True, "host", {}]
-    assert "rank 1: 0 MiB of the host's memory are needed" in too_little[0]
-
-
 def test_where_all_experts_have_no_memory_those_of_a_rank_may_have() -> None:
     form: Any = SimpleNamespace(names=("up", "down"), device=torch.device("cpu"))
     form.shapes, form.dtype_of = {"up": (7, 5), "down": (5, 7)}, {"up": torch.bfloat16, "down": torch.float32}.get
     of_expert = 35 * (2 + 4)
-    assert ExpertCacheMemory.bytes_of(form, 12, 8, "host") == (12 * of_expert, 0)
-    assert ExpertCacheMemory.bytes_of(form, 12, 8, "home") == (0, 8 * of_expert)
-    for where in get_args(Where):
+    for where, expected in {"host": (12 * of_expert, 0), "home": (0, 8 * of_expert)}.items():
+        assert ExpertCacheMemory.bytes_of(form, 12, 8, where) == expected
         made = ExpertCacheMemory.made(form, 12, 8, where)
         found = [sum(each.nbytes for each in tensors.values()) for tensors in (made.stacks, made.buffers)]
-        assert tuple(found) == ExpertCacheMemory.bytes_of(form, 12, 8, where)
+        assert tuple(found) == expected
 
 
 def test_a_model_in_pipeline_stages_is_refused() -> None:
@@ -214,21 +197,12 @@ def test_a_layer_without_a_path_is_expected_to_be_as_popular_as_in_training() ->
     assert expected[0] / expected[0].sum() == pytest.approx([0.7, 0.2, 0.1], abs=1e-5)
 
 
-class Summing:
-    """A sum that is under way, of one rank."""
-
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def wait(self) -> None:
-        self.waits += 1
-
-
 @pytest.mark.parametrize(("then", "is_expected"), [("L02", True), ("L00", False), ("L03", False)])
 def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_was_broken_off(
     then: str, is_expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summing, events = Summing(), []
+    events: list[Any] = []
+    summing = SimpleNamespace(wait=lambda: events.append("waits"))
     monkeypatch.setattr(layer_inference.dist, "all_reduce", lambda *_, **options: summing)
     profile = PathProfile(5)
     profile.add(np.zeros((1, 0), int), np.zeros((1, 1), int))
@@ -251,57 +225,39 @@ def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_w
     run.after()
     del events[:]
     run.watch(calls[then])
-    assert summing.waits == 1
-    assert events == [("is expected", "L02")] * is_expected + [("begins", then, is_expected)]
+    assert events == ["waits", *[("is expected", "L02")] * is_expected, ("begins", then, is_expected)]
 
 
 def refused(rank: int, world_size: int) -> list[str]:
-    """What is said of wrong options, and of a model of one rank's experts."""
+    """What is not refused of wrong options, or not left of a model of one rank's experts."""
     import ds_fsmoe
 
     engine = engine_of(Model(6, 2), ds_config(world_size))
     counted = PathProfile(4)
     counted.add(np.zeros((1, 0), int), np.zeros((1, 1), int))
-    said = []
-    wrong: list[dict[str, Any]] = [
-        {"path_length": -1},
-        {"most_per_rank": 0},
-        {"weights": "disk"},
-        {"estimate": False, "second_phase": False},
-        {"second_phase": False},
-        {"profiles": {"L00": counted, "L01": PathProfile(6)}},
-        {"profiles": {"L00": counted}},
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"path_length": -1}, "path_length = -1"),
+        ({"most_per_rank": 0}, "most_per_rank = 0"),
+        ({"weights": "disk"}, "weights = 'disk'"),
+        ({"estimate": False, "second_phase": False}, "one of them must be true"),
+        ({"second_phase": False}, "training counted no paths of tokens"),
+        ({"profiles": {"L00": counted, "L01": PathProfile(6)}}, r"\(4, 3\), \(6, 3\)"),
+        ({"profiles": {"L00": counted}}, "6 or more"),
     ]
-    for options in wrong:
-        try:
-            with ds_fsmoe.inference(engine, **options):
-                said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    said.append(str(engine.module.training))
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message), ds_fsmoe.inference(engine, **options):
+            pass
+    said = [] if engine.module.training else ["it stays in evaluation"]
     engine.destroy()
     engine = engine_of(Model(6, 2), ds_config(1))
     x_SM = tokens(rank, 7)
     wanted = plain(engine, x_SM)
     with ds_fsmoe.inference(engine) as happened:
         found = engine(x_SM)
-    said += [str(torch.equal(found, wanted)), *happened.left.values()]
+    if not torch.equal(found, wanted) or [*happened.left.values()] != ["one rank has all its experts"] * 3:
+        said.append(f"of one rank: {happened.left}")
     engine.destroy()
     return said
-
-
-def test_wrong_options_are_refused_and_layers_of_one_rank_left(tmp_path: Path) -> None:
-    found, other = run_on_ranks(refused, 2, tmp_path)
-    assert found == other
-    assert "path_length = -1" in found[0]
-    assert "most_per_rank = 0" in found[1]
-    assert "weights = 'disk'" in found[2]
-    assert "one of them must be true" in found[3]
-    assert "training counted no paths of tokens" in found[4]
-    assert "(4, 3), (6, 3)" in found[5]
-    assert "6 or more" in found[6]
-    assert found[7:9] == ["True", "True"]
-    assert found[9:] == ["one rank has all its experts"] * 3
 
 
 def generating(rank: int, world_size: int) -> list[str]:
@@ -331,6 +287,26 @@ def generating(rank: int, world_size: int) -> list[str]:
     return said
 
 
-def test_texts_are_those_that_are_generated_without(tmp_path: Path) -> None:
+def in_turn(rank: int, world_size: int, folder: str) -> tuple[list[str], list[Any]]:
+    said = [
+        *moved(rank, world_size, folder),
+        *comes_and_goes(rank, world_size),
+        *refused(rank, world_size),
+        *generating(rank, world_size),
+    ]
+    return said, decided_together(rank, world_size)
+
+
+def test_it_begins_where_training_is_ends_as_it_was_generates_the_same_and_ranks_decide_together(
+    tmp_path: Path,
+) -> None:
+    """Experts that have moved are found and stay; wrong options are refused; what one rank leaves, all leave."""
     pytest.importorskip("transformers")
-    assert run_on_ranks(generating, 2, tmp_path) == [[], []]
+    (said, found), (other_said, other) = run_on_ranks(in_turn, 2, tmp_path / "ranks", str(tmp_path))
+    assert (said, other_said) == ([], [])
+    assert found == other
+    leaves_one, fails_on_host, just_enough, too_little = found
+    assert leaves_one == [True, "host", {"L01": "on rank 1 it says so"}]
+    assert fails_on_host == [True, "home", {}]
+    assert just_enough == [True, "host", {}]
+    assert "rank 1: 0 MiB of the host's memory are needed" in too_little[0]

@@ -39,39 +39,34 @@ def start(folder: Path, *command: str, **variables: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
-def check(folder: Path) -> None:
-    found = sorted(each.read_text() for each in folder.glob("rank*.txt"))
-    assert found == [f"{rank} of 2, nodes [0, 0]" for rank in range(2)]
-
-
-@pytest.mark.long
-def test_torchrun(tmp_path: Path) -> None:
-    start(tmp_path, "torchrun", "--standalone", "--nproc-per-node", "2", SCRIPT, str(tmp_path))
-    check(tmp_path)
-
-
-def together(folder: Path, commands: list[list[str]], **variables: str) -> None:
+def together(folder: Path, *commands: list[str], **variables: str) -> None:
     """Start one command for each node, all at once, and look at what their ranks found."""
     threads = [threading.Thread(target=start, args=(folder, *each), kwargs=variables) for each in commands]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    check(folder)
+    found = sorted(each.read_text() for each in folder.glob("rank*.txt"))
+    assert found == [f"{rank} of 2, nodes [0, 0]" for rank in range(2)]
+
+
+@pytest.mark.long
+def test_torchrun(tmp_path: Path) -> None:
+    together(tmp_path, ["torchrun", "--standalone", "--nproc-per-node", "2", SCRIPT, str(tmp_path)])
 
 
 @pytest.mark.daily("launchers", 2)
 def test_torchrun_on_several_nodes(tmp_path: Path) -> None:
     options = ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), SCRIPT, str(tmp_path)]
     of_node = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]
-    together(tmp_path, [[*of_node, node, *options] for node in "01"])
+    together(tmp_path, *([*of_node, node, *options] for node in "01"))
 
 
 @pytest.mark.daily("launchers", 2)
 def test_torchrun_on_nodes_that_count_themselves(tmp_path: Path) -> None:
     options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "7"]
     command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", *options, SCRIPT, str(tmp_path)]
-    together(tmp_path, [command, command])
+    together(tmp_path, command, command)
 
 
 @pytest.mark.daily("launchers", 2)
@@ -82,15 +77,13 @@ def test_the_example_for_kubernetes(tmp_path: Path) -> None:
     line = container["args"][0].replace("fsmoe-0.fsmoe", "127.0.0.1").replace("29500", str(free_port()))
     line = line.replace("--nproc-per-node 8", "--nproc-per-node 1")
     line = line[: line.index("examples/train.py")] + f"{SCRIPT} {tmp_path}"
-    pods = [["env", f"JOB_COMPLETION_INDEX={pod}", *container["command"], line] for pod in range(2)]
-    together(tmp_path, pods)
+    together(tmp_path, *(["env", f"JOB_COMPLETION_INDEX={pod}", *container["command"], line] for pod in range(2)))
 
 
 @pytest.mark.daily("launchers", 2)
 def test_deepspeed_on_one_node(tmp_path: Path) -> None:
-    port = str(free_port())
-    start(tmp_path, "deepspeed", "--num_accelerators", "2", "--master_port", port, SCRIPT, str(tmp_path))
-    check(tmp_path)
+    port = ["--master_port", str(free_port())]
+    together(tmp_path, ["deepspeed", "--num_accelerators", "2", *port, SCRIPT, str(tmp_path)])
 
 
 @pytest.mark.daily("launchers", 2)
@@ -98,17 +91,15 @@ def test_deepspeed_on_several_nodes_without_ssh(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hostfile").write_text("one slots=1\ntwo slots=1\n")
     command = ["deepspeed", "--hostfile", str(hostfile), "--no_ssh", "--master_addr", "127.0.0.1"]
     command += ["--master_port", str(free_port())]
-    together(tmp_path, [[*command, "--node_rank", node, SCRIPT, str(tmp_path)] for node in "01"])
+    together(tmp_path, *([*command, "--node_rank", node, SCRIPT, str(tmp_path)] for node in "01"))
 
 
 @NEEDS_MPI
 @pytest.mark.daily("launchers", 2)
 def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
     options = {"MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
-    start(
-        tmp_path, "mpirun", "-n", "2", "--oversubscribe", sys.executable, SCRIPT, str(tmp_path), **ROOT_MPI, **options
-    )
-    check(tmp_path)
+    command = ["mpirun", "-n", "2", "--oversubscribe", sys.executable, SCRIPT, str(tmp_path)]
+    together(tmp_path, command, **ROOT_MPI, **options)
 
 
 @NEEDS_MPI
@@ -116,14 +107,9 @@ def test_mpirun_with_the_ranks_asked_of_mpi(tmp_path: Path) -> None:
 def test_deepspeeds_launcher_for_openmpi(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hostfile").write_text("localhost slots=2\n")
     arguments = "-mca btl_tcp_if_include lo --oversubscribe -x PATH -x DS_ACCELERATOR -x OMP_NUM_THREADS"
-    start(
-        tmp_path,
-        *("deepspeed", "--launcher", "openmpi", "--no_ssh_check", "--hostfile", str(hostfile)),
-        *("--launcher_args", arguments),
-        *("--master_addr", "127.0.0.1", "--master_port", str(free_port()), SCRIPT, str(tmp_path)),
-        **ROOT_MPI,
-    )
-    check(tmp_path)
+    command = ["deepspeed", "--launcher", "openmpi", "--no_ssh_check", "--hostfile", str(hostfile)]
+    command += ["--launcher_args", arguments, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    together(tmp_path, [*command, SCRIPT, str(tmp_path)], **ROOT_MPI)
 
 
 FAKE_SRUN = """#!/usr/bin/env bash
@@ -142,29 +128,20 @@ def test_the_example_for_slurm(tmp_path: Path) -> None:
         (tmp_path / name).chmod(0o755)
     variables = {"SLURM_JOB_NODELIST": "one", "SLURM_CPUS_PER_TASK": "1", "MASTER_PORT": str(free_port())}
     path = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
-    start(tmp_path, "bash", str(EXAMPLES / "fsmoe.sbatch"), SCRIPT, str(tmp_path), PATH=path, **variables)
-    check(tmp_path)
+    together(tmp_path, ["bash", str(EXAMPLES / "fsmoe.sbatch"), SCRIPT, str(tmp_path)], PATH=path, **variables)
 
 
 @pytest.mark.parametrize(
-    ("variables", "warns"),
+    ("restarts", "store", "disabled", "warns"),
     [
-        ({}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, False),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}, True),
-        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False),
-        (
-            {
-                "TORCHELASTIC_MAX_RESTARTS": "3",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            },
-            False,
-        ),
+        *(("", "", "", False), ("0", "True", "", False), ("3", "False", "", False), ("3", "True", "1", False)),
+        ("3", "True", "", True),
     ],
 )
-def test_a_restart_that_would_wait_for_ever_is_warned_of(variables: dict[str, str], warns: bool) -> None:
-    found = launcher_warnings(variables)
+def test_a_restart_that_would_wait_for_ever_is_warned_of(restarts: str, store: str, disabled: str, warns: bool) -> None:
+    names = "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    values = dict(zip(names, (restarts, store, disabled), strict=True))
+    found = launcher_warnings({name: value for name, value in values.items() if value})
     assert bool(found) == warns
     assert all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in each for each in found)
 

@@ -107,40 +107,28 @@ def test_every_use_gives_stocks_numbers(in_turns: bool, tmp_path: Path) -> None:
         assert not different
 
 
-def timed_run(rank: int, world_size: int) -> list[float]:
+def timed_and_masked(rank: int, world_size: int) -> tuple[list[float], list[bool]]:
+    """The times that stock's breakdown reads; whether masked tokens come back as zeros, and are not counted."""
     import ds_fsmoe
 
-    case = Case(ep_size=2, stage=1)
+    case = Case(ep_size=2, stage=1, k=2, moe_options=(("top2_2nd_expert_sampling", False),))
     model = SmallModel(case, rank)
     config = case.ds_config(fsmoe={"enabled": True}, wall_clock_breakdown=True)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    loss, _ = engine(*batch(0, rank, torch.float32))
+    x_BLM, target_BLM = batch(0, rank, torch.float32)
+    loss, _ = engine(x_BLM, target_BLM)
     engine.backward(loss)
     engine.step()
     inner = model.moes[0].deepspeed_moe
-    return [inner.time_moe, inner.time_falltoall, inner.time_salltoall, inner.gate.gate_time]
-
-
-def test_stocks_wall_clock_breakdown_finds_its_times(tmp_path: Path) -> None:
-    for moe_ms, first_ms, second_ms, gate_ms in run_on_ranks(timed_run, 2, tmp_path):
-        assert min(first_ms, second_ms, gate_ms) > 0
-        assert moe_ms > first_ms + second_ms + gate_ms
-
-
-def masked_run(rank: int, world_size: int) -> list[bool]:
-    import ds_fsmoe
-
-    case = Case(ep_size=2, stage=0, k=2, moe_options=(("top2_2nd_expert_sampling", False),))
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True})
-    ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    x_BLM, _ = batch(0, rank, torch.float32)
+    times = [inner.time_moe, inner.time_falltoall, inner.time_salltoall, inner.gate.gate_time]
     used = torch.arange(21) % 4 != 0
     y_BLM, _, counts_E = model.moes[0](x_BLM, used)
     masked = y_BLM.reshape(21, -1)[~used]
-    return [bool((masked == 0).all()), int(counts_E.sum()) == 2 * int(used.sum())]
+    return times, [bool((masked == 0).all()), int(counts_E.sum()) == 2 * int(used.sum())]
 
 
-def test_masked_tokens_come_back_as_zero_for_every_k(tmp_path: Path) -> None:
-    for seen in run_on_ranks(masked_run, 2, tmp_path):
+def test_stocks_wall_clock_breakdown_finds_its_times_and_masked_tokens_come_back_as_zeros(tmp_path: Path) -> None:
+    for (moe_ms, first_ms, second_ms, gate_ms), seen in run_on_ranks(timed_and_masked, 2, tmp_path):
+        assert min(first_ms, second_ms, gate_ms) > 0
+        assert moe_ms > first_ms + second_ms + gate_ms
         assert seen == [True, True]

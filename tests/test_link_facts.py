@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,8 @@ def test_lines_name_what_stays_from_one_start_to_the_next(host: Path) -> None:
     ]
 
 
-def test_a_host_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
+def test_what_is_no_number_is_no_speed_and_a_host_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
     assert link_lines(tmp_path) == []
-
-
-def test_what_is_no_number_is_no_speed(tmp_path: Path) -> None:
     interface(tmp_path, "eth0", "x", speed="fast", operstate="unknown")
     interface(tmp_path, "eth1", "x", speed="0")
     assert link_lines(tmp_path) == [
@@ -88,36 +86,24 @@ def test_what_is_no_number_is_no_speed(tmp_path: Path) -> None:
 # ---- GPUs
 
 
-@pytest.mark.parametrize(
-    ("reaches", "nvlink", "expected"),
-    [
-        (True, (), ["GPUs: 2 x A", "GPUs: all reach each other's memory"]),
-        (False, (), ["GPUs: 2 x A", "GPUs: 0, 1 cannot access the memory of all others"]),
-        (True, (450.0, 450.0), ["GPUs: 2 x A", "GPUs: all reach each other's memory", "NVLink: 450 GB/s per GPU"]),
-    ],
-)
-def test_gpus_are_said_to_reach_each_other_if_all_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reaches: bool, nvlink: tuple, expected: list[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "A")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reaches)
-    monkeypatch.setattr(module, "_nvlink_gb_s", lambda: nvlink)
-    assert link_lines(tmp_path, ask_nvidia_smi=True) == expected
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def pretend(patch: pytest.MonkeyPatch, names: list[str], reach: Callable[[int, int], bool]) -> None:
+    """GPUs of these names, of which those reach each other."""
+    patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "device_count", lambda: len(names))
+    patch.setattr(torch.cuda, "get_device_name", names.__getitem__)
+    patch.setattr(torch.cuda, "can_device_access_peer", reach)
+
+
+def test_gpus_are_said_to_reach_each_other_if_all_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pretend(monkeypatch, ["A", "A"], lambda a, b: True)
+    reaching = ["GPUs: 2 x A", "GPUs: all reach each other's memory"]
+    for nvlink, lines in (((), []), ((450.0, 450.0), ["NVLink: 450 GB/s per GPU"])):
+        monkeypatch.setattr(module, "_nvlink_gb_s", lambda nvlink=nvlink: nvlink)
+        assert link_lines(tmp_path, ask_nvidia_smi=True) == [*reaching, *lines]
+    pretend(monkeypatch, ["A", "A", "B"], lambda a, b: (a, b) != (0, 2))
+    assert link_lines(tmp_path) == ["GPUs: 2 x A, 1 x B", "GPUs: 0 cannot access the memory of all others"]
+    pretend(monkeypatch, ["A"], lambda a, b: False)
     assert link_lines(tmp_path) == ["GPUs: 1 x A"]
-
-
-def test_gpus_are_asked_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: f"GPU {number > 1}")
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (0, 2))
-    assert link_lines(tmp_path) == [
-        "GPUs: 2 x GPU False, 1 x GPU True",
-        "GPUs: 0 cannot access the memory of all others",
-    ]
     assert link_lines(tmp_path, cuda=False) == []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: (_ for _ in ()).throw(RuntimeError("no driver")))
     assert link_lines(tmp_path) == []
@@ -126,7 +112,6 @@ def test_gpus_are_asked_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_nvlinks_are_summed_over_those_that_are_active() -> None:
-    assert read_nvlink_status(STATUS) == (53.124, 26.562)
     for nothing in ("", "GPU 0: NVIDIA T4 (UUID: GPU-1)\n", "Unable to retrieve NVLink information\n"):
         assert read_nvlink_status(nothing) == ()
 

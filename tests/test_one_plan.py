@@ -49,82 +49,21 @@ class Model:
     testbed: str
     groups: Groups
     shape: Shape
-    options: tuple[str, ...]
-    """The same on the command line."""
     kappa: float = 0.0
 
 
 MODELS = {
     "the paper's groups": Model(
-        "testbed_b",
-        Groups(32, 4, mp=4, esp=4, ep=8),
-        Shape(2, 512, 1024, 4096, 8, 2, 1.0, heads=16),
-        [
-            "--mp",
-            "4",
-            "--esp",
-            "4",
-            "--ep",
-            "8",
-            "--samples",
-            "2",
-            "--length",
-            "512",
-            "--width",
-            "1024",
-            "--hidden",
-            "4096",
-            "--experts",
-            "8",
-        ],
+        "testbed_b", Groups(32, 4, mp=4, esp=4, ep=8), Shape(2, 512, 1024, 4096, 8, 2, 1.0, heads=16)
     ),
     "links that contend": Model(
         "testbed_a",
         Groups(48, 8, mp=8, esp=8, ep=2),
         Shape(1, 1024, 4096, 4096, 8, 2, 2.0, "mixtral", heads=32),
-        [
-            "--mp",
-            "8",
-            "--esp",
-            "8",
-            "--ep",
-            "2",
-            "--length",
-            "1024",
-            "--width",
-            "4096",
-            "--hidden",
-            "4096",
-            "--experts",
-            "8",
-            "--ffn",
-            "mixtral",
-            "--heads",
-            "32",
-        ],
         kappa=0.48,
     ),
     "a capacity that chunks do not divide": Model(
-        "testbed_b",
-        Groups(32, 4, esp=2, ep=16),
-        Shape(1, 104, 512, 2048, 16, 2, 1.0, heads=16),
-        [
-            "--mp",
-            "1",
-            "--esp",
-            "2",
-            "--ep",
-            "16",
-            "--length",
-            "104",
-            "--width",
-            "512",
-            "--hidden",
-            "2048",
-            "--experts",
-            "16",
-        ],
-        kappa=0.2,
+        "testbed_b", Groups(32, 4, esp=2, ep=16), Shape(1, 104, 512, 2048, 16, 2, 1.0, heads=16), kappa=0.2
     ),
 }
 
@@ -141,12 +80,16 @@ def cluster_file(model: Model, folder: Path) -> Path:
 
 def printed(model: Model, name: str, folder: Path) -> dict[str, Any]:
     """What the command writes for programs."""
-    out = folder / "plan.json"
-    factor = "none" if model.shape.capacity_factor is None else str(model.shape.capacity_factor)
-    known = ["--dp", str(model.groups.stage // model.groups.mp), "--capacity-factor", factor, "--json", str(out)]
-    arguments = ["--cluster", str(cluster_file(model, folder)), "--layers", str(LAYERS), "--preset", name]
-    micro_ops = ["--chunk-bytes", str(MICRO_OP_BYTES)] if name == "lina" else []
-    assert cli.main(["plan", *arguments, *model.options, *known, *micro_ops]) == 0
+    out, groups, shape = folder / "plan.json", model.groups, model.shape
+    arguments = ["--cluster", str(cluster_file(model, folder)), "--json", str(out), "--preset", name]
+    options = {
+        **{"dp": groups.stage // groups.mp, "mp": groups.mp, "esp": groups.esp, "ep": groups.ep, "layers": LAYERS},
+        **{"samples": shape.B, "length": shape.L, "width": shape.M, "hidden": shape.H, "experts": shape.E},
+        **{"capacity-factor": shape.capacity_factor, "heads": shape.heads, "ffn": shape.ffn},
+        **({"chunk-bytes": MICRO_OP_BYTES} if name == "lina" else {}),
+    }
+    words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+    assert cli.main(["plan", *arguments, *words]) == 0
     return json.loads(out.read_text())["plan"]
 
 
