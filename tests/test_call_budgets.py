@@ -71,10 +71,6 @@ def test_a_layer_keeps_to_its_budget_of_calls_and_launches(num_experts: int, deg
     assert complaints(found, BUDGETS[num_experts, degree, together]) == []
 
 
-def test_a_count_is_the_same_every_time() -> None:
-    assert layer_counts(2, 2, "always") == layer_counts(2, 2, "always")
-
-
 @pytest.mark.parametrize("together", ["always", "rows"])
 def test_together_launches_and_calls_do_not_grow_with_the_experts(together: str) -> None:
     """The goal: what is done for each expert is done in one operation, of all of them."""
@@ -87,12 +83,13 @@ def test_together_launches_and_calls_do_not_grow_with_the_experts(together: str)
 
 def test_a_budget_complains_of_more_and_of_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "is_counted_here", lambda: True)
-    budget = ((100, 20),) * 4
-    assert complaints(dict.fromkeys(PARTS, Counts(105, 20)), budget) == []
-    assert len(complaints(dict.fromkeys(PARTS, Counts(111, 20)), budget)) == 4
-    (said, *_) = complaints(dict.fromkeys(PARTS, Counts(100, 22)), budget)
-    assert said == "part forward: 22 launches, and 20 are allowed: what has become dearer?"
-    (said, *_) = complaints(dict.fromkeys(PARTS, Counts(80, 20)), budget)
-    assert said == "part forward: 80 calls of 100 allowed: lower the budget to what it is now"
+
+    def said(calls: int, launches: int) -> list[str]:
+        return complaints(dict.fromkeys(PARTS, Counts(calls, launches)), ((100, 20),) * 4)
+
+    assert said(105, 20) == []
+    assert len(said(111, 20)) == 4
+    assert said(100, 22)[0] == "part forward: 22 launches, and 20 are allowed: what has become dearer?"
+    assert said(80, 20)[0] == "part forward: 80 calls of 100 allowed: lower the budget to what it is now"
     monkeypatch.setitem(globals(), "is_counted_here", lambda: False)
-    assert complaints(dict.fromkeys(PARTS, Counts(80, 20)), budget) == []
+    assert said(80, 20) == []

@@ -32,43 +32,40 @@ def found_in(folder: Path, lines: list[str], since_s: float = 0.0) -> str:
     return "" if found is None else f"{found.of}: {found.lines[-1]}"
 
 
-def test_the_error_of_the_rank_that_died_is_told_and_not_what_others_saw_of_it(tmp_path: Path) -> None:
-    log = tmp_path / "log.txt"
-    first = "AttributeError: no attribute"
-    assert found_in(tmp_path, [*traceback(OF_OTHERS), "a line", *traceback(first), "more"]) == f"{log}: {first}"
-    prefixed = [f"[rank1]: {each}" for each in traceback(OF_OTHERS)] + [f"[rank0]: {each}" for each in traceback(first)]
-    assert found_in(tmp_path, prefixed) == f"rank 0, in {log}: {first}"
+ONE, OTHER = traceback("ValueError: mine", "one.py"), traceback(OF_OTHERS, "other.py")
+RESET = "torch.distributed.DistNetworkError: Connection reset by peer"
+IN_USE = "torch.distributed.DistNetworkError: The server socket has failed to listen: EADDRINUSE"
+CHAIN = [*traceback("KeyError: 'x'"), "", "The above exception was the direct cause of the following exception:", ""]
+MINE = "ValueError: mine"
 
 
-def test_an_address_in_use_is_told_and_not_the_reset_that_another_rank_saw(tmp_path: Path) -> None:
-    reset = "torch.distributed.DistNetworkError: Connection reset by peer"
-    in_use = "torch.distributed.DistNetworkError: The server socket has failed to listen: EADDRINUSE"
-    assert found_in(tmp_path, traceback(reset) + traceback(in_use)).endswith(in_use)
+def of_rank(rank: int, lines: list[str]) -> list[str]:
+    return [f"[rank{rank}]: {each}" for each in lines]
 
 
-def test_lines_of_two_ranks_in_turns_are_told_apart(tmp_path: Path) -> None:
-    one, other = traceback("ValueError: mine", "one.py"), traceback(OF_OTHERS, "other.py")
-    mixed = [line for pair in zip(other, one, strict=True) for line in (f"[rank1]: {pair[0]}", f"[rank0]: {pair[1]}")]
-    (tmp_path / "log.txt").write_text("\n".join(mixed))
-    found = first_error(tmp_path / "log.txt", tmp_path, 0.0)
-    assert found.lines == tuple(one)
+def in_turns(*of_ranks: list[str]) -> list[str]:
+    return [line for lines in zip(*of_ranks, strict=True) for line in lines]
 
 
-def test_an_error_is_found_in_lines_of_two_ranks_that_nothing_tells_apart(tmp_path: Path) -> None:
-    one, other = traceback("ValueError: mine", "one.py"), traceback(OF_OTHERS, "other.py")
-    for pair in ((one, other), (other, one)):
-        mixed = [line for lines in zip(*pair, strict=True) for line in lines]
-        assert found_in(tmp_path, mixed).endswith("ValueError: mine")
-
-
-def test_of_a_chain_of_errors_the_last_is_told(tmp_path: Path) -> None:
-    chain = [
-        *traceback("KeyError: 'x'"),
-        "",
-        "The above exception was the direct cause of the following exception:",
-        "",
-    ]
-    assert found_in(tmp_path, [*chain, *traceback("ConfigError: must be y")]).endswith("ConfigError: must be y")
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        ([*OTHER, "a line", *ONE, "more"], f"log.txt: {MINE}"),
+        (of_rank(1, OTHER) + of_rank(0, ONE), f"rank 0, in log.txt: {MINE}"),
+        (in_turns(of_rank(1, OTHER), of_rank(0, ONE)), f"rank 0, in log.txt: {MINE}"),
+        (in_turns(ONE, OTHER), f"log.txt: {MINE}"),
+        (in_turns(OTHER, ONE), f"log.txt: {MINE}"),
+        (traceback(RESET) + traceback(IN_USE), f"log.txt: {IN_USE}"),
+        ([*CHAIN, *traceback("ConfigError: must be y")], "log.txt: ConfigError: must be y"),
+        (["exits with return code = -9"], ""),
+    ],
+    ids=["after", "by rank", "in turns", "apart by nothing", "other first", "address in use", "chain", "none"],
+)
+def test_the_error_of_the_rank_that_died_is_told_and_not_what_others_saw_of_it(
+    lines: list[str], error: str, tmp_path: Path
+) -> None:
+    found = found_in(tmp_path, lines)
+    assert found.replace(f"{tmp_path}{os.sep}", "") == error
 
 
 def test_a_cause_that_stands_in_a_report_alone_is_told_unless_it_is_of_an_earlier_job(tmp_path: Path) -> None:
@@ -82,30 +79,21 @@ def test_a_cause_that_stands_in_a_report_alone_is_told_unless_it_is_of_an_earlie
     assert found_in(tmp_path, traceback(OF_OTHERS), 1e12) == f"{tmp_path / 'log.txt'}: {OF_OTHERS}"
 
 
-def test_a_log_without_an_error_has_none(tmp_path: Path) -> None:
-    assert found_in(tmp_path, ["exits with return code = -9"]) == ""
-
-
 @pytest.mark.parametrize(
     ("command", "option"),
     [
         ("deepspeed PORT train.py", "--master_port 7"),
-        ("python /env/bin/deepspeed PORT --num_accelerators 2 a.py", "--master_port 7"),
         ("deepspeed PORT --module ds_fsmoe.run train.py --master_port 1", "--master_port 7"),
         ("deepspeed --master_port=29 train.py", ""),
-        ("deepspeed --hostfile hosts train.py", ""),
         ("torchrun PORT --nproc-per-node 2 train.py", "--master-port 7"),
         ("torchrun --standalone train.py", ""),
-        ("torchrun --master_port 29 train.py", ""),
         ("torchrun --nnodes=2 train.py", ""),
         ("python -m torch.distributed.run PORT train.py", "--master-port 7"),
         ("accelerate launch PORT -m ds_fsmoe.run train.py", "--main_process_port 7"),
         ("accelerate launch --config_file c.yaml train.py", ""),
-        ("accelerate config", ""),
         ("srun -n 2 deepspeed PORT train.py", "--master_port 7"),
         ("conda run -n deepspeed deepspeed PORT train.py", "--master_port 7"),
         ("conda run -n deepspeed python train.py", ""),
-        ("uv run --with deepspeed python train.py", ""),
         ("python train.py --output_dir out/deepspeed", ""),
         ("python train.py", ""),
     ],

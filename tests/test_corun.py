@@ -17,10 +17,9 @@ from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.measuring import stopwatch as contention
 from ds_fsmoe.measuring.stopwatch import MOST_TASKS, SHORTEST_MS, Stopwatch, slowdowns
-from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane, Schedule
-from ds_fsmoe.planning.timeline import Contention, simulate
+from ds_fsmoe.planning.timeline import Contention
 from tests.fake_clock import SetClock
 from tests.ranks import run_on_ranks
 
@@ -41,14 +40,8 @@ class Run:
 
 
 class Slowed(SerialLanes):
-    """Lanes that take a known time for a task, and a known number of times as long while another one is at work.
-
-    Args:
-        clock: is set to when tasks begin and end.
-        once_ms: of a task that has the machine to itself.
-        factors: (slowed, by) -> how many times as long.
-        stretched: number of a run -> what all of it is multiplied by, as if the machine had been disturbed.
-    """
+    """Lanes that take a known time for a task (``once_ms``), by the factor of (slowed, by) as long while another one is
+    at work; all of a run by ``stretched`` of its number, as if the machine had been disturbed."""
 
     def __init__(
         self,
@@ -59,10 +52,7 @@ class Slowed(SerialLanes):
     ) -> None:
         super().__init__()
         self.runs: list[Run] = []
-        self._clock = clock
-        self._once_ms = once_ms
-        self._factors = factors
-        self._stretched = stretched
+        self._clock, self._once_ms, self._factors, self._stretched = clock, once_ms, factors, stretched
 
     def run(self, schedule: Schedule, bodies: Any, label: str = "", observer: Any = None) -> None:
         counts = {lane: len(tasks) for lane, tasks in schedule.lanes.items() if tasks}
@@ -148,15 +138,15 @@ def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
 def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(clock: SetClock) -> None:
     made: list[Lane] = []
 
-    def prepare(lane: Lane) -> Callable[[], Callable[[], object]]:
-        return lambda: made.append(lane) or (lambda: None)
+    def found(*of: Lane) -> tuple[Slowdowns, Slowed]:
+        work = {lane: lambda lane=lane: made.append(lane) or (lambda: None) for lane in of}
+        lanes = Slowed(clock, ONCE_MS, KNOWN)
+        return slowdowns(Stopwatch(CPU, host=clock), lanes, work, "a test"), lanes
 
-    lanes = Slowed(clock, ONCE_MS, KNOWN)
-    slowdowns(Stopwatch(CPU, host=clock), lanes, {lane: prepare(lane) for lane in ONCE_MS}, "a test")
+    found(*ONCE_MS)
     assert made == list(ONCE_MS)
-    alone = Slowed(clock, ONCE_MS, KNOWN)
-    assert slowdowns(Stopwatch(CPU, host=clock), alone, {COMPUTE: prepare(COMPUTE)}, "a test") == Slowdowns({})
-    assert alone.runs == []
+    alone, lanes = found(COMPUTE)
+    assert (alone, lanes.runs) == (Slowdowns({}), [])
 
 
 def test_what_fails_beside_another_lane_is_an_error_that_says_what_was_measured(clock: SetClock) -> None:
@@ -195,23 +185,3 @@ def test_what_two_lanes_do_at_once_is_the_sum_of_what_each_still_does() -> None:
         (COMPUTE, INTER): pytest.approx(1 / 1.4 + 1 / 1.1),
         (INTRA, INTER): pytest.approx(1 / 1.25 + 1 / 1.5),
     }
-
-
-@pytest.mark.parametrize("factors", [{"links": 0.5}, {"compute": 0.3, "traffic": 0.6}])
-def test_lanes_that_run_as_the_planner_simulates_are_measured_as_what_it_simulates(
-    clock: SetClock, factors: dict[str, float]
-) -> None:
-    truth = Contention(**factors)
-
-    class Simulated(SerialLanes):
-        def run(self, schedule: Schedule, bodies: Any, label: str = "", observer: Any = None) -> None:
-            costs = {lane.value: LinearCost(ONCE_MS[lane], 0.0) for lane in ONCE_MS}
-            observer.start(schedule, label)
-            began_ms = clock.now_ms
-            for index, span in enumerate(simulate(schedule, costs, truth).spans):
-                clock.now_ms = began_ms + span.start_ms
-                observer.begin(index, span.task)
-                clock.now_ms = began_ms + span.end_ms
-                observer.end(index, span.task)
-
-    assert asdict(measured(Simulated(), clock).contention()) == pytest.approx(asdict(truth))

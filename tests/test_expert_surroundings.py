@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
+from tests.covering import covering
 from tests.expert_cases import (
     C,
     H,
@@ -23,9 +24,10 @@ from tests.expert_cases import (
 )
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("keep_in_region", [False, True], ids=["backward after", "backward inside"])
-@pytest.mark.parametrize("name", ["gpt gelu", "mixtral", "bottleneck"])
+@pytest.mark.parametrize(
+    ("name", "keep_in_region", "recompute"),
+    covering(("gpt gelu", "mixtral", "bottleneck"), (False, True), (False, True)),
+)
 def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_region: bool, recompute: bool) -> None:
     experts = make_experts(name, dtype=torch.float32)
     x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
@@ -49,16 +51,24 @@ def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_
         assert (found is None and other is None) or torch.equal(found, other)
 
 
-def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast() -> None:
-    for name in ("gpt gelu", "bottleneck"):
-        experts = make_experts(name, dtype=torch.float32)
-        x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
-        y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        call = ExpertSet(experts).call(True, recompute=True)
-        assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(call.backward(0, C, dy_NeCM), dx_NeCM)
-        assert_gradients(call.gradients(), gradients, atol=0)
+@pytest.mark.parametrize("name", ["gpt gelu", "bottleneck"])
+def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast(name: str) -> None:
+    experts = make_experts(name, dtype=torch.float32)
+    x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
+    y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
+    call = ExpertSet(experts).call(True, recompute=True)
+    assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(call.backward(0, C, dy_NeCM), dx_NeCM)
+    assert_gradients(call.gradients(), gradients, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gpt gelu", "bottleneck"])
+def test_nothing_is_recorded_for_a_caller_with_grad_enabled(name: str) -> None:
+    call = ExpertSet(make_experts(name)).call(True)
+    y_NeCM = forward(call, rows(2, 3, C, M).requires_grad_(), [6, 7])
+    dx_NeCM = backward(call, y_NeCM, [6, 7])
+    assert not any(each is not None and each.requires_grad for each in (y_NeCM, dx_NeCM, *call.gradients()))
 
 
 def test_a_call_without_backward_under_autocast_leaves_later_gradients_alone() -> None:
@@ -110,17 +120,6 @@ def test_an_expert_in_eval_mode_draws_nothing_and_a_graph_is_right_there_too() -
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
-
-
-def test_nothing_is_recorded_for_a_caller_with_grad_enabled() -> None:
-    for name in ("gpt gelu", "bottleneck"):
-        x_NeCM = rows(2, 3, C, M).requires_grad_()
-        call = ExpertSet(make_experts(name)).call(True)
-        y_NeCM = forward(call, x_NeCM, [6, 7])
-        dx_NeCM = backward(call, y_NeCM, [6, 7])
-        assert not y_NeCM.requires_grad
-        assert not dx_NeCM.requires_grad
-        assert not any(each is not None and each.requires_grad for each in call.gradients())
 
 
 def test_a_result_that_depends_on_nothing_has_zero_gradients_of_rows_and_none_of_weights() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,25 @@ def counted(rank: int, model: torch.nn.Module, config: dict[str, Any]) -> Any:
     return engine
 
 
-def ways(rank: int, world_size: int, num_experts: int, k: int, experts: type[Experts], chunks: int) -> list[str]:
-    """What differs from the plain forward, with as many tokens as a rank's number allows: none on the first."""
+def by_both(engine: Any, way: str, run: Callable[[int], Any], count: int) -> tuple[float, Any]:
+    """How far the outputs of some forwards are from those of the plain ones, and what happened."""
     import ds_fsmoe
 
+    engine.eval()
+    with torch.no_grad():
+        wanted = [run(number) for number in range(count)]
+    engine.train()
+    with ds_fsmoe.inference(engine, **WAYS[way]) as happened:
+        found = [run(number) for number in range(count)]
+    ours, theirs = (
+        [x for each in every for x in (each if isinstance(each, tuple) else (each,))] for every in (found, wanted)
+    )
+    assert not any(each.requires_grad for each in ours)
+    return max(map(furthest, ours, theirs)), happened
+
+
+def ways(rank: int, world_size: int, num_experts: int, k: int, experts: type[Experts], chunks: int) -> list[str]:
+    """What differs from the plain forward, with as many tokens as a rank's number allows: none on the first."""
     engine = engine_of(Model(num_experts, k, experts=experts), ds_config(world_size, num_chunks=chunks))
     profiler = watched(engine)
     engine.backward(engine(tokens(rank, 64)).square().mean())
@@ -50,25 +66,20 @@ def ways(rank: int, world_size: int, num_experts: int, k: int, experts: type[Exp
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         engine.module.to(dtype)
         for name in WAYS if dtype == torch.float32 else ("both", "weights from home"):
-            options = WAYS[name]
             xs = [tokens(rank, size, seed, dtype) for seed, size in enumerate((29 * rank, 17, 5 * (world_size - rank)))]
-            wanted = [plain(engine, each) for each in xs]
-            with ds_fsmoe.inference(engine, **options) as happened:
-                found = [engine(each) for each in xs]
-            off = max(map(furthest, found, wanted))
-            if off > tolerance or any(each.requires_grad for each in found):
-                said.append(f"{name}, {dtype}: off by {off:.1e}")
+            off, happened = by_both(engine, name, lambda number, xs=xs: engine(xs[number]), 3)
             records = list(happened.layers.values())
-            if len(records) != 3 or any(each.calls != 3 for each in records) or happened.left:
-                said.append(f"{name}: {happened}")
-            if (sum(each.second_phases for each in records) == 0) != (name == "no second phase"):
-                said.append(f"{name}: {happened}")
             # Where tokens choose most of all experts, loads are even as they are.
-            if k < num_experts / 2 and max(each.copies for each in records) <= 3 * num_experts:
-                said.append(f"{name}: no expert was on several ranks")
+            is_uneven = k < num_experts / 2
             is_even = all(each.fullest >= each.fullest_primary for each in records)
-            if k < num_experts / 2 and name != "no second phase" and is_even:
-                said.append(f"{name}: no load has become more even: {happened}")
+            wrong = {
+                f"off by {off:.1e}": off > tolerance,
+                "calls": len(records) != 3 or any(each.calls != 3 for each in records) or happened.left,
+                "second phases": (sum(each.second_phases for each in records) == 0) != (name == "no second phase"),
+                "no expert was on several ranks": is_uneven and max(each.copies for each in records) <= 3 * num_experts,
+                "no load has become more even": is_uneven and name != "no second phase" and is_even,
+            }
+            said += [f"{name}, {dtype}: {what}: {happened}" for what, is_so in wrong.items() if is_so]
     engine.destroy()
     return said
 
@@ -84,30 +95,22 @@ def test_outputs_are_those_of_the_plain_forward(
     assert [each for of_rank in found for each in of_rank] == []
 
 
-def in_groups(rank: int, world_size: int, stage: int, alltoall: str) -> list[str]:
+def in_groups(rank: int, world_size: int) -> list[str]:
     """The same where ZeRO shares experts out over two groups of ranks that share them, or tokens cross once."""
-    import ds_fsmoe
-
-    ep_size = 2 if stage == 3 else 4
-    block = {"alltoall": alltoall, "topology": {"ranks_per_node": 2}}
-    engine = counted(rank, Model(8, 2), ds_config(ep_size, stage, **block))
     said = []
-    for name, options in WAYS.items():
-        xs = [tokens(rank, 11 + 5 * rank, seed) for seed in range(3)]
-        wanted = [plain(engine, each) for each in xs]
-        with ds_fsmoe.inference(engine, **options) as happened:
-            found = [engine(each) for each in xs]
-        off = max(map(furthest, found, wanted))
-        if off > 1e-5 or len(happened.layers) != 3:
-            said.append(f"{name}: off by {off:.1e}, {happened}")
-    engine.destroy()
+    for ep_size, stage, alltoall in ((2, 3, "flat"), (4, 2, "node_deduplicated")):
+        block = {"alltoall": alltoall, "topology": {"ranks_per_node": 2}}
+        engine = counted(rank, Model(8, 2), ds_config(ep_size, stage, **block))
+        for name in WAYS:
+            off, happened = by_both(engine, name, lambda seed, of=engine: of(tokens(rank, 11 + 5 * rank, seed)), 3)
+            if off > 1e-5 or len(happened.layers) != 3:
+                said.append(f"{alltoall}, {name}: off by {off:.1e}, {happened}")
+        engine.destroy()
     return said
 
 
-@pytest.mark.parametrize(("stage", "alltoall"), [(3, "flat"), (2, "node_deduplicated")])
-def test_zero_3_and_tokens_that_cross_once_change_nothing(stage: int, alltoall: str, tmp_path: Path) -> None:
-    found = run_on_ranks(in_groups, 4, tmp_path, stage, alltoall)
-    assert [each for of_rank in found for each in of_rank] == []
+def test_zero_3_and_tokens_that_cross_once_change_nothing(tmp_path: Path) -> None:
+    assert run_on_ranks(in_groups, 4, tmp_path) == [[]] * 4
 
 
 def by_rule(rank: int, world_size: int) -> dict[str, Any]:
@@ -188,8 +191,6 @@ def test_outputs_do_not_depend_on_the_table(tmp_path: Path) -> None:
 
 def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, expert: str, wire: str) -> list[str]:
     """What differs with ``deepspeed.moe.layer.MoE``, whose experts are modules, whether rows travel or slots."""
-    import ds_fsmoe
-
     # Nothing is drawn at random, so that two forwards can be compared.
     options = ("use_rts", False), ("top2_2nd_expert_sampling", False)
     case = Case(world_size, 0, k=k, drop_tokens=drop_tokens, expert=expert, moe_options=options)
@@ -200,26 +201,19 @@ def deepspeeds_layers(rank: int, world_size: int, k: int, drop_tokens: bool, exp
     xs = [batch(seed, rank, torch.float32) for seed in range(3)]
     engine.backward(engine(*xs[0])[0])
     engine.step()
-    wanted = [plain(engine, *each) for each in xs]
+    plain(engine, *xs[-1])
     counts = [each.exp_counts for each in engine.fsmoe.inner_layers.values()]
     for name in ("both", "weights from home"):
-        with ds_fsmoe.inference(engine, **WAYS[name]) as happened:
-            found = [engine(*each) for each in xs]
-        pairs = [pair for both in zip(found, wanted, strict=True) for pair in zip(*both, strict=True)]
-        off = max(furthest(*each) for each in pairs)
-        if off > 1e-5 or len(happened.layers) != 2:
-            said.append(f"{name}: off by {off:.1e}, {happened}")
+        off, happened = by_both(engine, name, lambda number: engine(*xs[number]), 3)
         counts_now = [each.exp_counts for each in engine.fsmoe.inner_layers.values()]
-        if not all(map(torch.equal, counts, counts_now)):
-            said.append(f"{name}: tokens of experts {counts_now} for {counts}")
+        if off > 1e-5 or len(happened.layers) != 2 or not all(map(torch.equal, counts, counts_now)):
+            said.append(f"{name}: off by {off:.1e}, {happened}; tokens of experts {counts_now} for {counts}")
     engine.destroy()
     return said
 
 
 def without_a_batch(rank: int, world_size: int, k: int) -> tuple[list[str], list[dict[str, Any]]]:
     """What differs where the last rank has no batch, and what happened."""
-    import ds_fsmoe
-
     engine = counted(rank, Model(12, k), ds_config(world_size))
 
     def run(seed: int) -> torch.Tensor:
@@ -229,13 +223,7 @@ def without_a_batch(rank: int, world_size: int, k: int) -> tuple[list[str], list
 
     said, happenings = [], []
     for name in ("weights from home", "both"):
-        engine.eval()
-        with torch.no_grad():
-            wanted = [run(seed) for seed in range(6)]
-        engine.train()
-        with ds_fsmoe.inference(engine, **WAYS[name]) as happened:
-            found = [run(seed) for seed in range(6)]
-        off = max(map(furthest, found, wanted))
+        off, happened = by_both(engine, name, run, 6)
         said += [f"{name}: off by {off:.1e}"] if off > 1e-5 else []
         happenings += map(asdict, happened.layers.values())
     engine.destroy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,8 @@ from tests.ranks import run_on_ranks
 EXPERT_BYTES = 4 * 3 * HIDDEN * WIDTH
 
 
-def moved(rank: int, world_size: int, folder: str) -> list[str]:
-    """What differs where experts have moved in training."""
+def moved(rank: int, world_size: int, folder: str) -> None:
+    """Experts that have moved in training are found, and stay where they are."""
     import ds_fsmoe
 
     asked = {"policy": "balanced", "every": 1000}
@@ -35,19 +36,12 @@ def moved(rank: int, world_size: int, folder: str) -> list[str]:
     wanted = placement.swapped(0, placement.num_local + 1)
     engine.fsmoe.placement.go_to({"L01": wanted})
     x_SM = tokens(rank, 31)
-    with ds_fsmoe.inference(engine, estimate=False):
-        first = engine(x_SM)
-    by_plain = plain(engine, x_SM)
-    said = []
-    if furthest(first, by_plain) > 1e-5:
-        said.append(f"ahead of any other forward: off by {furthest(first, by_plain):.1e}")
-    for name in ("no estimate", "weights from home, no estimate"):
+    outputs = []
+    for name in ("no estimate", "no estimate", "weights from home, no estimate"):
         with ds_fsmoe.inference(engine, **WAYS[name]) as happened:
-            found = engine(x_SM)
-        if furthest(found, by_plain) > 1e-5 or len(happened.layers) != 2:
-            said.append(f"{name}: off by {furthest(found, by_plain):.1e}, {happened}")
-    if not torch.equal(plain(engine, x_SM), by_plain) or engine.fsmoe.placement.now["L01"] != wanted:
-        said.append("the placement is not as before")
+            outputs.append(engine(x_SM))
+        assert len(happened.layers) == 2
+    by_plain = plain(engine, x_SM)
     place = f"{folder}/saved"
     refused = {
         "save_checkpoint": lambda: engine.save_checkpoint(place),
@@ -58,30 +52,25 @@ def moved(rank: int, world_size: int, folder: str) -> list[str]:
     }
     with ds_fsmoe.inference(engine, estimate=False):
         for name, act in refused.items():
-            try:
+            with pytest.raises(RuntimeError, match="leave it") as caught:
                 act()
-                said.append(f"{name} is not refused")
-            except RuntimeError as error:
-                said += [] if name in str(error) and "leave it" in str(error) else [f"{name}: {error}"]
-        again = engine(x_SM)
-    if furthest(again, by_plain) > 1e-5 or engine.fsmoe.placement.now["L01"] != wanted:
-        said.append("what is refused has changed something")
+            assert name in str(caught.value)
+        outputs.append(engine(x_SM))
+    assert max(furthest(each, by_plain) for each in outputs) < 1e-5
+    assert torch.equal(plain(engine, x_SM), by_plain)
+    assert engine.fsmoe.placement.now["L01"] == wanted
     engine.save_checkpoint(place)
     ds_fsmoe.whole_state_dict(engine)
     engine.destroy()
-    return said
 
 
-def comes_and_goes(rank: int, world_size: int) -> list[str]:
-    """What is not as it was after inference, ended by itself or by an error."""
+def comes_and_goes(rank: int, world_size: int) -> None:
+    """All is as it was after inference, ended by itself or by an error."""
     import ds_fsmoe
     from ds_fsmoe.engine import inference
 
-    said: list[str] = []
     alive: list[weakref.ref] = []
     there_at_end: list[bool] = []
-    give_back = inference.give_back_host_memory
-    inference.give_back_host_memory = lambda: there_at_end.append(any(each() is not None for each in alive))
     engine = engine_of(Model(6, 2), ds_config(world_size))
     watched(engine)
     engine.backward(engine(tokens(rank, 32)).square().mean())
@@ -95,33 +84,28 @@ def comes_and_goes(rank: int, world_size: int) -> list[str]:
         return [states, training, list(running.instruments), torch.is_grad_enabled()]
 
     before = as_it_is()
-    for error in (None, KeyError("of the script")):
-        try:
-            with ds_fsmoe.inference(engine) as happened:
+    with pytest.MonkeyPatch.context() as patch:
+        given_back = lambda: there_at_end.append(any(each() is not None for each in alive))  # noqa: E731
+        patch.setattr(inference, "give_back_host_memory", given_back)
+        for error in (None, KeyError("of the script")):
+            with suppress(KeyError), ds_fsmoe.inference(engine) as happened:
                 engine(tokens(rank, 9))
                 alive += [weakref.ref(each.fsmoe.placed.cache) for each in layers]
-                if any(each.training for each in engine.module.modules()) or torch.is_grad_enabled():
-                    said.append("it is not in evaluation")
+                assert not any(each.training for each in engine.module.modules())
+                assert not torch.is_grad_enabled()
                 if error is not None:
                     raise error
-        except KeyError:
-            pass
-        if as_it_is() != before:
-            said.append(f"after {error!r}: {as_it_is()} for {before}")
-        gc.collect()
-        if any(each() is not None for each in alive) or len(alive) < 3:
-            said.append(f"after {error!r}: weights are still there")
-        if any(each.calls != 1 for each in happened.layers.values()):
-            said.append(f"{happened}")
+            assert as_it_is() == before
+            gc.collect()
+            assert len(alive) >= 3
+            assert not any(each() is not None for each in alive), "weights are still there"
+            assert [each.calls for each in happened.layers.values()] == [1] * 3
     # An error still has the frames that it came through.
-    if len(there_at_end) != 2 or there_at_end[0]:
-        said.append(f"the host's memory is given back while weights are in it: {there_at_end}")
-    inference.give_back_host_memory = give_back
-    loss = engine(tokens(rank, 32)).square().mean()
-    engine.backward(loss)
+    assert len(there_at_end) == 2
+    assert not there_at_end[0]
+    engine.backward(engine(tokens(rank, 32)).square().mean())
     engine.step()
     engine.destroy()
-    return said
 
 
 def decided_together(rank: int, world_size: int) -> list[Any]:
@@ -133,14 +117,6 @@ def decided_together(rank: int, world_size: int) -> list[Any]:
     x_SM = tokens(rank, 9)
     by_plain = plain(engine, x_SM)
     found: list[Any] = []
-
-    def tried() -> list[Any]:
-        try:
-            with ds_fsmoe.inference(engine, estimate=False) as happened:
-                return [furthest(engine(x_SM), by_plain) < 1e-5, happened.weights, happened.left]
-        except MemoryError as error:
-            return [str(error)]
-
     last = rank == world_size - 1
     why_left, made = inference_layers.why_left, inference_layers.ExpertCacheMemory.made
 
@@ -160,10 +136,14 @@ def decided_together(rank: int, world_size: int) -> list[Any]:
         (inference_layers, "free_bytes", lambda device: of_all),
         (inference_layers, "free_bytes", lambda device: of_all - last),
     ]
-    for patch in patches:
-        with pytest.MonkeyPatch.context() as context:
-            context.setattr(*patch)
-            found.append(tried())
+    for each in patches:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*each)
+            try:
+                with ds_fsmoe.inference(engine, estimate=False) as happened:
+                    found.append([furthest(engine(x_SM), by_plain) < 1e-5, happened.weights, happened.left])
+            except MemoryError as error:
+                found.append(str(error))
     engine.destroy()
     return found
 
@@ -228,8 +208,8 @@ def test_a_table_is_made_for_the_layer_that_comes_and_not_after_a_forward_that_w
     assert events == ["waits", *[("is expected", "L02")] * is_expected, ("begins", then, is_expected)]
 
 
-def refused(rank: int, world_size: int) -> list[str]:
-    """What is not refused of wrong options, or not left of a model of one rank's experts."""
+def refused(rank: int, world_size: int) -> None:
+    """Wrong options are refused, and a model of one rank's experts is left."""
     import ds_fsmoe
 
     engine = engine_of(Model(6, 2), ds_config(world_size))
@@ -247,21 +227,19 @@ def refused(rank: int, world_size: int) -> list[str]:
     for options, message in wrong:
         with pytest.raises(ValueError, match=message), ds_fsmoe.inference(engine, **options):
             pass
-    said = [] if engine.module.training else ["it stays in evaluation"]
+    assert engine.module.training
     engine.destroy()
     engine = engine_of(Model(6, 2), ds_config(1))
     x_SM = tokens(rank, 7)
     wanted = plain(engine, x_SM)
     with ds_fsmoe.inference(engine) as happened:
-        found = engine(x_SM)
-    if not torch.equal(found, wanted) or [*happened.left.values()] != ["one rank has all its experts"] * 3:
-        said.append(f"of one rank: {happened.left}")
+        assert torch.equal(engine(x_SM), wanted)
+    assert [*happened.left.values()] == ["one rank has all its experts"] * 3
     engine.destroy()
-    return said
 
 
-def generating(rank: int, world_size: int) -> list[str]:
-    """What differs of texts that are unlike on each rank in number and length."""
+def generating(rank: int, world_size: int) -> None:
+    """Texts that are unlike on each rank in number and length are those that are generated without."""
     import ds_fsmoe
     from tests.hf_families import batch as texts
     from tests.hf_families import model_of
@@ -279,22 +257,17 @@ def generating(rank: int, world_size: int) -> list[str]:
     wanted = engine.module.generate(input_ids=prompt, **how)
     engine.train()
     with ds_fsmoe.inference(engine.module) as happened:
-        found = engine.module.generate(input_ids=prompt, **how)
-    said = [] if torch.equal(found, wanted) else [f"{found.tolist()} for {wanted.tolist()}"]
-    if any(each.calls < 5 + 6 * (world_size - 1) for each in happened.layers.values()):
-        said.append(f"{happened}")
+        assert torch.equal(engine.module.generate(input_ids=prompt, **how), wanted)
+    assert all(each.calls >= 5 + 6 * (world_size - 1) for each in happened.layers.values())
     engine.destroy()
-    return said
 
 
-def in_turn(rank: int, world_size: int, folder: str) -> tuple[list[str], list[Any]]:
-    said = [
-        *moved(rank, world_size, folder),
-        *comes_and_goes(rank, world_size),
-        *refused(rank, world_size),
-        *generating(rank, world_size),
-    ]
-    return said, decided_together(rank, world_size)
+def in_turn(rank: int, world_size: int, folder: str) -> list[Any]:
+    moved(rank, world_size, folder)
+    comes_and_goes(rank, world_size)
+    refused(rank, world_size)
+    generating(rank, world_size)
+    return decided_together(rank, world_size)
 
 
 def test_it_begins_where_training_is_ends_as_it_was_generates_the_same_and_ranks_decide_together(
@@ -302,11 +275,10 @@ def test_it_begins_where_training_is_ends_as_it_was_generates_the_same_and_ranks
 ) -> None:
     """Experts that have moved are found and stay; wrong options are refused; what one rank leaves, all leave."""
     pytest.importorskip("transformers")
-    (said, found), (other_said, other) = run_on_ranks(in_turn, 2, tmp_path / "ranks", str(tmp_path))
-    assert (said, other_said) == ([], [])
+    found, other = run_on_ranks(in_turn, 2, tmp_path / "ranks", str(tmp_path))
     assert found == other
     leaves_one, fails_on_host, just_enough, too_little = found
     assert leaves_one == [True, "host", {"L01": "on rank 1 it says so"}]
     assert fails_on_host == [True, "home", {}]
     assert just_enough == [True, "host", {}]
-    assert "rank 1: 0 MiB of the host's memory are needed" in too_little[0]
+    assert "rank 1: 0 MiB of the host's memory are needed" in too_little
