@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -145,17 +146,17 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
         note(seen, engine(*batch(7, rank, torch.float32))[0])
     note(seen, *model.parameters())
     if block is not None:
-        degrees = [(each.forward.block.degree, each.backward.block.degree) for each in (layer.pipeline,)]
-        said.lines.append(f"degrees {degrees} {engine.fsmoe.chosen()['num_chunks']}")
+        said.lines.append(f"degrees {layer.pipeline.degrees} {engine.fsmoe.chosen()['num_chunks']}")
     engine.destroy()
     logging.getLogger("ds_fsmoe").removeHandler(said)
     return seen, said.lines
 
 
-def alike(one: list, other: list) -> bool:
-    if len(one) != len(other) or any(len(a) != len(b) for a, b in zip(one, other, strict=True)):
+def alike(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+    """Whether as many tensors were seen each time, of the same numbers."""
+    if [len(each) for each in one] != [len(each) for each in other]:
         return False
-    pairs = ((a, b) for as_, bs in zip(one, other, strict=True) for a, b in zip(as_, bs, strict=True))
+    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
 
 
@@ -172,7 +173,7 @@ def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> li
         sentences = [each for each in said if "in one chunk (" in each]
         if rank == 0 and len(sentences) != int("pipeline_degree" in block):
             different.append(f"{change.__name__}, {block}: {sentences}")
-        if "pipeline_degree" in block and said[-1] != "degrees [(1, 1)] forward 2, backward 3; forward 1, backward 1":
+        if "pipeline_degree" in block and said[-1] != "degrees (1, 1) forward 2, backward 3; forward 1, backward 1":
             different.append(f"{change.__name__}, {block}: {said[-1]}")
     return different
 
@@ -188,40 +189,36 @@ def test_what_is_done_to_the_experts_module_does_what_it_does_in_stock(count: in
     assert run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count)) == [[], []]
 
 
-def late(rank: int, world_size: int) -> dict[str, Any]:
-    """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
+def engine_of(model: SmallModel, case: Case, block: dict[str, Any], **others: Any) -> Any:
     import ds_fsmoe
 
+    config = case.ds_config(fsmoe={"enabled": True, **block}, **others)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step_of(engine: Any, number: int, rank: int) -> None:
+    engine.backward(engine(*batch(number, rank, torch.float32))[0])
+    engine.step()
+
+
+def late(rank: int, world_size: int) -> dict[str, Any]:
+    """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
     said = Said()
     logging.getLogger("ds_fsmoe").addHandler(said)
     found: dict[str, Any] = {"calls": [], "degrees": []}
     case = Case(ep_size=world_size)
     model, seen = SmallModel(case, rank), []
-    config = case.ds_config(fsmoe={"enabled": True, **CUT, "debug": {"check_every": 1}})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = engine_of(model, case, CUT | {"debug": {"check_every": 1}})
     for step in range(6):
         if step == 2 and rank == world_size - 1:
             looks(model, model.moes[0].deepspeed_moe, seen)
         if step == 4:
             engine.fsmoe.recheck_chunking()
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        pipeline = model.moes[0].deepspeed_moe.pipeline
+        step_of(engine, step, rank)
         found["calls"].append(len(seen) // 2)
-        found["degrees"].append((pipeline.forward.block.degree, pipeline.backward.block.degree))
+        found["degrees"].append(model.moes[0].deepspeed_moe.pipeline.degrees)
     engine.destroy()
     return found | {"said": [each for each in said.lines if "recheck_chunking" in each]}
-
-
-def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again(tmp_path: Path) -> None:
-    first, second = run_on_ranks(late, 2, tmp_path / "two")
-    assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
-    assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
-    assert (first["said"], len(second["said"])) == ([], 1)
-    assert second["said"][0].startswith("moes.0: hooks on its experts module need all rows in one call")
-    (alone,) = run_on_ranks(late, 1, tmp_path / "one")
-    assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
 
 
 class FailsOfItsOwn(nn.Module):
@@ -235,40 +232,44 @@ class FailsOfItsOwn(nn.Module):
         raise RuntimeError("the size of tensor a must be a size of its own")
 
 
-def watched(rank: int, world_size: int, folder: str) -> tuple[list[bool], str]:
-    """A traced step; whether DeepSpeed finds times of a layer with hooks on its experts module; then what is said when
-    an experts module fails."""
-    import ds_fsmoe
-
-    case = Case(ep_size=2)
+def late_alone(rank: int, world_size: int) -> tuple[dict[str, Any], str]:
+    """The same on one rank; and what is said where an experts module fails."""
+    found, case = late(rank, world_size), Case()
     model = SmallModel(case, rank)
-    looks(model, model.moes[1].deepspeed_moe, [])
-    trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
-    config = case.ds_config(fsmoe={"enabled": True, "trace": trace}, wall_clock_breakdown=True)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    loss, _ = engine(*batch(0, rank, torch.float32))
-    engine.backward(loss)
-    engine.step()
-    inner = model.moes[1].deepspeed_moe
-    times = [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
-    engine.destroy()
-    case = Case()
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "autotune": False})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    inner = model.moes[0].deepspeed_moe
+    engine, inner = engine_of(model, case, {"autotune": False}), model.moes[0].deepspeed_moe
     inner.experts = FailsOfItsOwn(inner.experts.deepspeed_experts)
     with pytest.raises(RuntimeError) as caught:
         engine(*batch(0, rank, torch.float32))
+    return found, str(caught.value)
+
+
+def late_and_watched(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], list[bool]]:
+    """The same; and of a step that is traced whether DeepSpeed finds times of a layer with hooks on its experts."""
+    found, case = late(rank, world_size), Case(ep_size=2)
+    model = SmallModel(case, rank)
+    inner = model.moes[1].deepspeed_moe
+    looks(model, inner, [])
+    trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
+    engine = engine_of(model, case, {"trace": trace}, wall_clock_breakdown=True)
+    step_of(engine, 0, rank)
     engine.destroy()
-    return times, str(caught.value)
+    return found, [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
 
 
-def test_the_trace_deepspeeds_times_and_errors_show_such_a_layer_as_any_other(tmp_path: Path) -> None:
-    for times, error in run_on_ranks(watched, 2, tmp_path, str(tmp_path / "trace")):
-        assert times == [True] * 3
-        # Its experts are not tried one by one, as its rows need not be theirs.
-        assert error == "the size of tensor a must be a size of its own"
+def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again_and_shown_as_any_other(
+    tmp_path: Path,
+) -> None:
+    (first, times), (second, _) = run_on_ranks(late_and_watched, 2, tmp_path / "two", str(tmp_path / "trace"))
+    assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
+    assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
+    assert (first["said"], len(second["said"])) == ([], 1)
+    assert second["said"][0].startswith("moes.0: hooks on its experts module need all rows in one call")
+    ((alone, error),) = run_on_ranks(late_alone, 1, tmp_path / "one")
+    assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
+    # Its experts are not tried one by one, as its rows need not be theirs.
+    assert error == "the size of tensor a must be a size of its own"
+
+    assert times == [True] * 3
     events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
     about = [each["args"] for each in events if each["ph"] == "X"]
     tasks = [
