@@ -76,12 +76,13 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     except RuntimeError as error:
         run.error = str(error)
     pipelines = [layer.pipeline for layer in engine.fsmoe.layers.values()]
-    run.degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
+    run.degrees = [each.degrees for each in pipelines]
     run.blocks = [(each.forward.block, each.backward.block) for each in pipelines]
-    if engine.fsmoe.autotune is not None:
-        run.contention = [each.contention for each in engine.fsmoe.autotune.result.predictors.values()]
     run.plans = {name: text for name, text in engine.fsmoe.facts().items() if name.startswith("plan ")}
-    run.num_measured = None if engine.fsmoe.autotune is None else engine.fsmoe.autotune.result.num_measured
+    if engine.fsmoe.autotune is not None:
+        result = engine.fsmoe.autotune.result
+        run.contention = [each.contention for each in result.predictors.values()]
+        run.num_measured = result.num_measured
     run.numbers += [each.detach().clone() for each in model.parameters()]
     engine.destroy()
     logger.removeHandler(said)
@@ -102,23 +103,19 @@ CHOSEN = Order(3, "paper"), Order(4, "reduce_first")
 
 
 def train_as_chosen(rank: int, kept: Path) -> tuple[Run, list[Contention]]:
-    """As if lanes had been measured to slow each other so, and these plans had been chosen.
-
-    Returns:
-        What it was like; by which contention plans were chosen.
-    """
+    """What it is like, and by which contention plans are chosen, where lanes were measured to slow each other so and
+    these plans are chosen."""
     seen: list[Contention] = []
-    choose, measure = Search.candidates, measuring.slowdowns_of
 
     def candidates(search: Search) -> list[ModelPlan]:
         seen.append(search.planner.settings.contention)
         request = replace(search.request, space=SearchSpace.fixed(*CHOSEN))
         return [Search(search.planner, request).fastest()]
 
-    Search.candidates, measuring.slowdowns_of = candidates, lambda *args: Slowdowns(SLOWED)
-    run = train(rank, tuned(kept), steps=1)
-    Search.candidates, measuring.slowdowns_of = choose, measure
-    return run, seen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "candidates", candidates)
+        patch.setattr(measuring, "slowdowns_of", lambda *args: Slowdowns(SLOWED))
+        return train(rank, tuned(kept), steps=1), seen
 
 
 def rewrite(folder: Path, factors: dict[str, float]) -> None:
@@ -130,11 +127,9 @@ def rewrite(folder: Path, factors: dict[str, float]) -> None:
             if name.startswith((f"{start} of ", f"{start} (flat) of ")):
                 # A line without a start, so that cutting costs nothing.
                 at["times_ms"] = [factor * size / max(at["sizes"]) for size in at["sizes"]]
-    for name in data["measured"]["numbers"]:
-        if name.startswith("an empty task"):
-            data["measured"]["numbers"][name] = 0.0
-        if name.startswith("slowdown"):
-            data["measured"]["numbers"][name] = 1.0
+    numbers = data["measured"]["numbers"]
+    for name in numbers:
+        numbers[name] = {"an empty": 0.0, "slowdown": 1.0}.get(name[:8], numbers[name])
     path.write_text(json.dumps(data))
 
 
@@ -170,10 +165,11 @@ def test_the_table_says_what_was_measured_and_chosen(runs: list[dict[str, Run]])
     said = runs[0]["measured"].said
     assert runs[0]["measured"].num_measured > 4
     heads = ("alpha [ms]", "typically off", "at most", "slowed down", "runner-up", "isolated ms", "1 chunk")
-    for words in (*heads, "the stage took", "a step without the optimizer, predicted: ", "deepspeed "):
+    operations = (
+        f"L00, L01  {each}" for each in ("all-to-all", "experts forward", "experts backward", "gate", "order")
+    )
+    for words in (*heads, *operations, "the stage took", "a step without the optimizer, predicted: ", "deepspeed "):
         assert words in said
-    for operation in ("all-to-all", "experts forward", "experts backward", "gate", "order"):
-        assert f"L00, L01  {operation}" in said
     assert "autotune" not in runs[1]["measured"].said
 
 

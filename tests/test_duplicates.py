@@ -6,7 +6,7 @@ Stock itself runs there on gloo with one line changed, see ``fix_gather`` in ``b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,8 @@ def differences(ours: dict[str, list[torch.Tensor]], theirs: dict[str, list[torc
     return found
 
 
-BLOCKS = {"whole": degrees(1, 1), "chunks": degrees(3, 2)}
+CHUNKS = degrees(3, 2)
+BLOCKS = [degrees(1, 1), CHUNKS]
 # With stock's capacity, 14 and 20 slots for k = 2 and 3, for 21 tokens: what 2 ranks can share.
 CASES = [
     Case(1, 0, "fp32", 1, 2, True),
@@ -84,63 +85,53 @@ CASES = [
     Case(1, 2, "fp32", 2, 2, False, True),
     Case(1, 1, "fp32", 1, 1, False),
 ]
+Runs = list[tuple[Case, list[dict[str, Any]]]]
+"""Cases, each with the blocks by which it is run."""
 
 
-def compare_with_stock(
-    rank: int, world_size: int, cases: list[Case], blocks: dict[str, dict[str, Any]], ep_rank: int | None = None
-) -> list[str]:
+def plain(ep_size: int, cases: list[Case] = CASES, blocks: list[dict[str, Any]] = BLOCKS) -> Runs:
+    return [(replace(case, ep_size=ep_size), blocks) for case in cases]
+
+
+def split(ep_size: int, blocks: list[dict[str, Any]] = BLOCKS) -> Runs:
+    """Experts that are tensor-parallel themselves."""
+    options = (("enable_expert_tensor_parallelism", True), *NO_DRAWS)
+    return [(replace(case, expert="split", moe_options=options), blocks) for case, _ in plain(ep_size, CASES[:2])]
+
+
+def sharded(ep_size: int) -> Runs:
+    """With ep_size = 2 on four ranks it is the layout of the paper's figure 2: DP = MP = EP = ESP = 2."""
+    return [(replace(case, expert="gpt"), [degrees(3, 2, esp_size=2)]) for case, _ in plain(ep_size, CASES[::3])]
+
+
+def compare_with_stock(rank: int, world_size: int, runs: Runs) -> list[str]:
     """Two tensor-parallel ranks, ours and stock's."""
     import deepspeed
 
     import ds_fsmoe
 
     found = []
-    for case in cases:
-        own_ranks = rank // 2 if case.expert == "split" else rank
-        mpu = begin(2)
-        ep_rank = own_ranks % case.ep_size
-        stocks = train(case, deepspeed.initialize, None, 2, mpu=mpu, ep_rank=ep_rank)
+    for case, blocks in runs:
+        ep_rank = (rank // 2 if case.expert == "split" else rank) % case.ep_size
+        stocks = train(case, deepspeed.initialize, None, 2, mpu=begin(2), ep_rank=ep_rank)
         assert not torch.equal(stocks["losses"][0], stocks["losses"][-1])
-        for name, block in blocks.items():
-            mpu = begin(2)
-            ours = train(case, ds_fsmoe.initialize, block, 2, mpu=mpu, ep_rank=ep_rank)
-            found += [f"{name}, {case}: {each}" for each in differences(ours, stocks)]
+        for block in blocks:
+            ours = train(case, ds_fsmoe.initialize, block, 2, mpu=begin(2), ep_rank=ep_rank)
+            found += [f"{block}, {case}: {each}" for each in differences(ours, stocks)]
     return found
 
 
-def check(function: Callable[..., list[str]], world_size: int, folder: Path, *args: Any) -> None:
-    for rank, found in enumerate(run_on_ranks(function, world_size, folder, *args)):
-        assert not found, f"rank {rank}: {found}"
-
-
 @sampled(
-    ("world_size", "ep_size", "cases", "names"),
-    [(4, 2, CASES[1:3], ["chunks"]), *((*each, CASES, BLOCKS) for each in ((2, 2), (4, 2), (2, 1), (4, 1), (4, 4)))],
+    ("world_size", "runs"),
+    [
+        (4, [*plain(2, CASES[1:3], [CHUNKS]), *split(2, [CHUNKS]), *sharded(2)]),
+        *((world_size, plain(ep_size)) for world_size, ep_size in ((2, 2), (4, 2), (2, 1), (4, 1), (4, 4))),
+        *((4, split(1)), (4, split(2)), (2, sharded(1))),
+    ],
     kept=[0],
 )
-def test_tensor_parallel_ranks_train_to_stocks_numbers(
-    world_size: int, ep_size: int, cases: list[Case], names: Iterable[str], tmp_path: Path
-) -> None:
-    blocks = {name: BLOCKS[name] for name in names}
-    check(compare_with_stock, world_size, tmp_path, [replace(case, ep_size=ep_size) for case in cases], blocks)
-
-
-@sampled(("ep_size", "names"), [(2, ["chunks"]), (1, BLOCKS), (2, BLOCKS)])
-def test_experts_that_are_tensor_parallel_themselves_train_to_stocks_numbers(
-    ep_size: int, names: Iterable[str], tmp_path: Path
-) -> None:
-    options = (("enable_expert_tensor_parallelism", True), *NO_DRAWS)
-    cases = [replace(case, ep_size=ep_size, expert="split", moe_options=options) for case in CASES[:2]]
-    check(compare_with_stock, 4, tmp_path, cases, {name: BLOCKS[name] for name in names})
-
-
-@sampled(("world_size", "ep_size"), [(2, 1), (4, 2)])
-def test_sharded_experts_between_tensor_parallel_layers_train_to_stocks_numbers(
-    world_size: int, ep_size: int, tmp_path: Path
-) -> None:
-    """With four ranks it is the layout of the paper's figure 2: DP = MP = EP = ESP = 2."""
-    cases = [replace(case, ep_size=ep_size, expert="gpt", use_residual=False) for case in (CASES[0], CASES[3])]
-    check(compare_with_stock, world_size, tmp_path, cases, {"chunks": degrees(3, 2, esp_size=2)})
+def test_tensor_parallel_ranks_train_to_stocks_numbers(world_size: int, runs: Runs, tmp_path: Path) -> None:
+    assert run_on_ranks(compare_with_stock, world_size, tmp_path, runs) == [[]] * world_size
 
 
 def compare_with_no_tensor_parallelism(rank: int, world_size: int, case: Case, tp_size: int) -> list[str]:
@@ -172,7 +163,7 @@ def compare_with_no_tensor_parallelism(rank: int, world_size: int, case: Case, t
 def test_what_stock_cannot_do_has_the_numbers_of_no_tensor_parallelism(
     world_size: int, tp_size: int, case: Case, tmp_path: Path
 ) -> None:
-    check(compare_with_no_tensor_parallelism, world_size, tmp_path, case, tp_size)
+    assert run_on_ranks(compare_with_no_tensor_parallelism, world_size, tmp_path, case, tp_size) == [[]] * world_size
 
 
 # ---- layouts

@@ -104,18 +104,6 @@ def test_what_a_block_makes_is_not_kept_for_the_backward() -> None:
     assert not any(each() is not None for block in model.blocks for each in block.made)
 
 
-def test_a_graph_that_is_kept_has_a_second_backward_without_another_forward() -> None:
-    model = model_of([])
-    splitter, x = split(model), torch.randn(2, 3, WIDTH)
-    loss = forward(model, splitter, x)
-    loss.backward(retain_graph=True)
-    first = [each.grad.clone() for each in model.parameters()]
-    forwards = model.blocks[0].forwards
-    loss.backward()
-    same([each.grad for each in model.parameters()], [2 * each for each in first])
-    assert model.blocks[0].forwards == forwards
-
-
 @pytest.mark.parametrize("casts", [True, False])
 def test_a_block_runs_again_with_autocasting_as_it_was(casts: bool) -> None:
     model = model_of([])
@@ -144,9 +132,15 @@ def test_a_half_that_fails_leaves_nothing_behind(place: str) -> None:
     same(numbers(model, forward(model, splitter, x)), wanted)
 
 
-def test_a_forward_that_does_something_else_the_second_time_is_told() -> None:
+def test_a_graph_that_is_kept_has_a_second_backward_and_a_forward_that_differs_the_second_time_is_told() -> None:
     model = model_of([], 1)
     splitter = split(model)
+    loss = forward(model, splitter, torch.randn(2, 3, WIDTH))
+    loss.backward(retain_graph=True)
+    first, forwards = [each.grad.clone() for each in model.parameters()], model.blocks[0].forwards
+    loss.backward()
+    same([each.grad for each in model.parameters()], [2 * each for each in first])
+    assert model.blocks[0].forwards == forwards
     loss = forward(model, splitter, torch.randn(2, 3, WIDTH), mask=None)
     model.blocks[0].attention.weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="its forward must be deterministic"):
@@ -157,12 +151,8 @@ def test_hooks_of_a_user_around_the_model_see_what_is_saved_of_neither_run_of_a_
     model = model_of([])
     splitter, x = split(model), torch.randn(2, 3, WIDTH)
     seen: list[torch.Size] = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(tensor.shape)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    noted = lambda tensor: seen.append(tensor.shape) or tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
         loss = forward(model, splitter, x)
     # What the loss saves, once.
     assert seen == [x.shape]

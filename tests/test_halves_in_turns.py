@@ -91,10 +91,14 @@ class Model(nn.Module):
         return x_BLM.square().sum()
 
 
-def split(model: Model, named: tuple[str, ...] = ()) -> Splitter:
-    """The splitter of a model, of which one forward has been watched."""
+def splitter_of(model: Model, named: tuple[str, ...] = (), agree: Any = lambda facts: facts) -> Splitter:
     layers = {f"blocks.{block.number}.layer": block.layer for block in model.blocks if hasattr(block, "layer")}
-    splitter = Splitter(model, layers, named, agree=lambda facts: facts, holds=lambda: False)
+    return Splitter(model, layers, named, agree=agree, holds=lambda: False)
+
+
+def split(model: Model) -> Splitter:
+    """The splitter of a model, of which one forward has been watched."""
+    splitter = splitter_of(model)
     assert splitter.why_not == ""
     forward(model, splitter, torch.randn(2, 3, WIDTH))
     return splitter
@@ -178,19 +182,15 @@ def test_ranks_agree_once_in_a_forward_however_often_halves_are_put_together(pla
     splitter = split(model)
     splitter._agree = lambda facts: asked.append(list(facts)) or facts
     model.blocks[place].register_forward_hook(lambda module, given, result: None)
-    forward(model, splitter, torch.randn(4, 3, WIDTH))
-    assert asked == [[True]]
-    forward(model, splitter, torch.randn(1, 3, WIDTH))
+    for samples in (4, 1):
+        forward(model, splitter, torch.randn(samples, 3, WIDTH))
+    model(torch.randn(4, 3, WIDTH))  # outside of the engine's forward nobody asks
     assert asked == [[True], [False]]
-    # Nobody asks about a forward outside of the engine's.
-    model(torch.randn(4, 3, WIDTH))
-    assert len(asked) == 2
 
 
 def test_a_rank_without_a_batch_answers_the_others_and_is_watched_later() -> None:
     model, asked = Model([]), []
-    layers = {f"blocks.{number}.layer": block.layer for number, block in enumerate(model.blocks)}
-    splitter = Splitter(model, layers, (), lambda facts: asked.append(list(facts)) or facts, holds=lambda: False)
+    splitter = splitter_of(model, agree=lambda facts: asked.append(list(facts)) or facts)
     splitter.decline()
     splitter.end_forward(is_training=True, has_batch=False)
     assert [each[0] for each in asked] == [False]
@@ -246,10 +246,8 @@ def test_arguments_are_cut_where_their_rows_are_samples() -> None:
     assert first["x"][1] is second["x"][1] is one
     # One number for each position, as many as samples by chance.
     assert first["p"] is second["p"] is positions
-    for value, message in (
-        (torch.zeros(4, 2), r"mask of shape \[4, 2\] cannot be split for a batch of 3: its first size is neither"),
-        (object(), "mask, a object, cannot be split by the batch"),
-    ):
+    odd = r"mask of shape \[4, 2\] cannot be split for a batch of 3: its first size is neither"
+    for value, message in ((torch.zeros(4, 2), odd), (object(), "mask, a object, cannot be split by the batch")):
         with pytest.raises(CannotSplitError, match=message):
             sub_batches_of(value, 3, "mask")
 
