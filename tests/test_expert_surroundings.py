@@ -30,7 +30,7 @@ from tests.expert_cases import (
 )
 def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_region: bool, recompute: bool) -> None:
     experts = make_experts(name, dtype=torch.float32)
-    x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
+    x_NeCM, dy_NeCM = float_rows()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         leaf = x_NeCM.clone().requires_grad_()
         results = [expert(leaf[:, i]) for i, expert in enumerate(experts)]
@@ -48,13 +48,13 @@ def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_
     if not keep_in_region:
         dx_NeCM = call.backward(0, C, dy_NeCM.to(y_NeCM.dtype))
     for found, other in zip([dx_NeCM, *call.gradients()], expected, strict=True):
-        assert (found is None and other is None) or torch.equal(found, other)
+        assert found is other is None or torch.equal(found, other)
 
 
 @pytest.mark.parametrize("name", ["gpt gelu", "bottleneck"])
 def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast(name: str) -> None:
     experts = make_experts(name, dtype=torch.float32)
-    x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
+    x_NeCM, dy_NeCM = float_rows()
     y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
     call = ExpertSet(experts).call(True, recompute=True)
     assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
@@ -73,7 +73,7 @@ def test_nothing_is_recorded_for_a_caller_with_grad_enabled(name: str) -> None:
 
 def test_a_call_without_backward_under_autocast_leaves_later_gradients_alone() -> None:
     experts = make_experts("bottleneck", dtype=torch.float32)
-    layer, x_NeCM = ExpertSet(experts), rows(2, 3, C, M, dtype=torch.float32)
+    layer, (x_NeCM, _) = ExpertSet(experts), float_rows()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         forward(layer.call(False), x_NeCM, [C])
         call = layer.call(True)
@@ -86,6 +86,10 @@ def test_a_call_without_backward_under_autocast_leaves_later_gradients_alone() -
 def dropout_experts() -> list[nn.Module]:
     torch.manual_seed(4)
     return [nn.Sequential(nn.Linear(M, H), nn.Dropout(0.5), nn.Linear(H, M)).double() for _ in range(3)]
+
+
+def float_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    return rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.long
 
 FAMILIES = ("olmoe", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe")
 SAMPLES = 3
-TWO_NODES = {"alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
 
 
 def called(model: nn.Module, x: torch.Tensor, **options: Any) -> Any:
@@ -39,17 +38,15 @@ def masked(x: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"attention_mask": mask}
 
 
-def differing(
-    engine: Any, reference: nn.Module, rank: int, world_size: int, samples: int, options: dict[str, Any], steps: int = 3
-) -> list[str]:
-    """What differs from one process in some steps of SGD, of losses, weights and what is returned besides."""
+def check_against(
+    engine: Any, reference: nn.Module, rank: int, world_size: int, samples: int, options: dict[str, Any]
+) -> None:
+    """Compare some steps of SGD with one process: losses, weights and what is returned besides."""
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    said = []
     optimizer = torch.optim.SGD(trained(reference), lr=0.5)
-    for number in range(steps):
-        x = batch(number, world_size * samples)
-        parts = x.split(samples)
+    for number in range(3):
+        parts = batch(number, world_size * samples).split(samples)
         wanted = [called(reference, each, **masked(each), **options) for each in parts]
         optimizer.zero_grad()
         torch.stack([each.loss for each in wanted]).mean().backward()
@@ -58,33 +55,28 @@ def differing(
         engine.backward(found.loss)
         engine.step()
         own = wanted[rank]
-        if not abs(found.loss.item() - own.loss.item()) <= TOLERANCE * abs(own.loss.item()):
-            said.append(f"step {number}: loss {found.loss.item()} for {own.loss.item()}")
+        assert found.loss.item() == pytest.approx(own.loss.item(), rel=TOLERANCE), number
         for name in ("router_logits", "hidden_states", "attentions"):
-            pairs = list(zip(found.get(name) or (), own.get(name) or (), strict=True))
-            if any(each is None or not furthest(each, other) <= 1e-4 for each, other in pairs):
-                said.append(f"step {number}: {name} differ")
+            pairs = zip(found.get(name) or (), own.get(name) or (), strict=True)
+            assert all(each is not None and furthest(each, other) <= 1e-4 for each, other in pairs), (number, name)
     of_name = dict(reference.named_parameters())
     for name, parameter in engine.module.named_parameters():
         with GatheredParameters([parameter]):
-            found_now = parameter.detach().clone()
-        if not furthest(found_now, of_name[name].detach()) <= 2 * TOLERANCE:
-            said.append(f"{name} is off by {furthest(found_now, of_name[name].detach()):.1e}")
-    return said
+            assert furthest(parameter.detach().clone(), of_name[name].detach()) <= 2 * TOLERANCE, name
 
 
 def trains_as_eager(
     rank: int,
     world_size: int,
-    names: list[str],
+    names: tuple[str, ...],
     stage: int,
     block: dict[str, Any],
-    options: dict[str, Any],
-    samples: int = SAMPLES,
     checkpoints: bool = False,
-) -> list[Any]:
-    """What differs from one process, and how many forwards were run by halves."""
-    said: list[Any] = []
+    samples: int = SAMPLES,
+    **options: Any,
+) -> list[int]:
+    """How many forwards were run by halves, of each model; each trains as in one process."""
+    found = []
     for family in names:
         reference = model_of(family)
         model = copy.deepcopy(reference)
@@ -92,43 +84,32 @@ def trains_as_eager(
             model.gradient_checkpointing_enable()
         config = ds_config(stage, two_batch_overlap="on", autotune=False, **block)
         engine = engine_of(model, config | {"train_micro_batch_size_per_gpu": samples})
-        said += [f"{family}: {each}" for each in differing(engine, reference, rank, world_size, samples, options)]
-        said.append(engine.fsmoe.splitter.num_runs)
+        check_against(engine, reference, rank, world_size, samples, options)
+        found.append(engine.fsmoe.splitter.num_runs)
         engine.destroy()
-    return said
+    return found
 
 
 # The first of three forwards is watched.
 SPLIT = 2
 BY_DEGREES = {"num_chunks": {"forward": 2, "backward": 3}}
+TWO_NODES = {"alltoall": "node_deduplicated", "topology": {"ranks_per_node": 2}}
+RUNS = [
+    (2, FAMILIES, 1, BY_DEGREES, False),
+    (4, FAMILIES[:2], 2, TWO_NODES, False),
+    (2, FAMILIES[:2], 2, BY_DEGREES, True),
+    *((2, FAMILIES, stage, block, False) for stage, block in ((0, {}), (2, {"recompute": True} | BY_DEGREES), (3, {}))),
+    *((4, FAMILIES[:2], stage, TWO_NODES | BY_DEGREES, by) for stage in (0, 3) for by in (False, True)),
+    *((2, FAMILIES[:2], stage, block, True) for stage, block in ((0, {}), (1, {}), (3, {"recompute": True}))),
+]
 
 
-@sampled(
-    ("stage", "block"),
-    [(0, {}), (1, BY_DEGREES), (2, {"recompute": True} | BY_DEGREES), (3, {})],
-    kept=[1],
-    ids=str,
-)
-def test_models_train_as_they_do_with_eager_experts(stage: int, block: dict[str, Any], tmp_path: Path) -> None:
-    found = run_on_ranks(trains_as_eager, 2, tmp_path, list(FAMILIES), stage, block, {})
-    assert found == [[SPLIT] * len(FAMILIES)] * 2
-
-
-@sampled(
-    ("stage", "block", "checkpoints"),
-    [
-        (2, TWO_NODES, False),
-        *((stage, TWO_NODES | BY_DEGREES, checkpoints) for stage in (0, 3) for checkpoints in (False, True)),
-    ],
-    ids=str,
-)
-def test_four_ranks_on_two_nodes_train_as_eager_models_do(
-    stage: int, block: dict[str, Any], checkpoints: bool, tmp_path: Path
+@sampled(("world_size", "names", "stage", "block", "checkpoints"), RUNS, kept=[0, 1, 2])
+def test_models_train_as_they_do_with_eager_experts_whether_activations_are_checkpointed_or_not(
+    world_size: int, names: tuple[str, ...], stage: int, block: dict[str, Any], checkpoints: bool, tmp_path: Path
 ) -> None:
-    """With activations checkpointed or not, of which tests/test_halves_again.py has the rest."""
-    names = ["olmoe", "mixtral"]
-    found = run_on_ranks(trains_as_eager, 4, tmp_path, names, stage, block, {}, SAMPLES, checkpoints)
-    assert found == [[SPLIT] * 2] * 4
+    found = run_on_ranks(trains_as_eager, world_size, tmp_path, names, stage, block, checkpoints)
+    assert found == [[SPLIT] * len(names)] * world_size
 
 
 def by_whole_batches(rank: int, world_size: int) -> tuple[float, int]:
@@ -168,10 +149,10 @@ def of_batches(rank: int, world_size: int, sizes: list[tuple[int, int]], has_cac
 def in_turn(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {"accumulated": by_whole_batches(rank, world_size)}
     # Where what blocks return is asked for, halves are put together behind each of the two blocks.
-    options = {"output_router_logits": True, "output_hidden_states": True}
-    for name, some in (("one", dict([*options.items()][:1])), ("both", options)):
-        found[name] = trains_as_eager(rank, world_size, ["olmoe", "mixtral"], 1, {}, some)
-    found["of one sample"] = trains_as_eager(rank, world_size, ["olmoe"], 1, {}, {}, 1)
+    of_two = rank, world_size, FAMILIES[:2], 1, {}
+    found["one"] = trains_as_eager(*of_two, output_router_logits=True)
+    found["both"] = trains_as_eager(*of_two, output_router_logits=True, output_hidden_states=True)
+    found["of one sample"] = trains_as_eager(rank, world_size, FAMILIES[:1], 1, {}, samples=1)
     # A rank that has a single sample would send half as often as the others.
     found["uneven"] = of_batches(rank, world_size, [(2, 2), (2, 2), (2, 1), (3, 2), (1, 1), (2, 5)])
     found["none"] = of_batches(rank, world_size, [(2, 2), (2, 2), (2, 0), (2, 2)])
@@ -197,16 +178,16 @@ def test_ranks_cut_their_batches_all_or_none_and_what_is_collected_or_added_up_i
     assert "it gets a cache" in both[0]["cache"][1]
 
 
-def adapters(rank: int, world_size: int) -> list[Any]:
+def adapters(rank: int, world_size: int) -> int:
     """A call of experts with adapters pauses while those of the other half come."""
     reference = lora_of("olmoe", ("up", "down"))
     model = copy.deepcopy(reference)
     config = ds_config(1, two_batch_overlap="on", autotune=False) | {"train_micro_batch_size_per_gpu": SAMPLES}
     engine = engine_of(model, config, trained(model))
-    said = differing(engine, reference, rank, world_size, SAMPLES, {})
-    return [*said, engine.fsmoe.splitter.num_runs]
+    check_against(engine, reference, rank, world_size, SAMPLES, {})
+    return engine.fsmoe.splitter.num_runs
 
 
 def test_adapters_of_experts_are_those_of_each_half(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    assert run_on_ranks(adapters, 2, tmp_path) == [[SPLIT]] * 2
+    assert run_on_ranks(adapters, 2, tmp_path) == [SPLIT] * 2

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks whose activations are checkpointed run again by halves, in turns, when the backward comes to them."""
+"""Blocks whose activations are checkpointed run again by halves, in turns, when the backward comes to them.
+
+Whole models are trained so in tests/test_halves.py.
+"""
 
 from __future__ import annotations
 
 import gc
 import weakref
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.layer.replay import is_kept, runs_again, tape_torchs_functions
-from tests.ranks import run_on_ranks
-from tests.samples import sampled
-from tests.test_halves import BY_DEGREES, SAMPLES, SPLIT, trains_as_eager
 from tests.test_halves_in_turns import WIDTH, Model, forward, numbers, same, split
 from tests.test_halves_in_turns import Block as PlainBlock
 
@@ -182,11 +180,3 @@ def test_blocks_that_an_older_transformers_checkpoints_stay_whole_and_its_versio
     monkeypatch.setattr("ds_fsmoe.two_batch.splitter.version", {"transformers": "5.17.0"}.get)
     said = "recomputed alone, as blocks of transformers before 5.23 do (5.17.0 is installed)"
     assert said in split(model).why_not
-
-
-@sampled(("stage", "block"), [(1, {}), (2, BY_DEGREES), (3, {"recompute": True}), (0, {})], ids=str)
-def test_models_whose_activations_are_checkpointed_train_as_eager_ones(
-    stage: int, block: dict[str, Any], tmp_path: Path
-) -> None:
-    found = run_on_ranks(trains_as_eager, 2, tmp_path, ["olmoe", "mixtral"], stage, block, {}, SAMPLES, True)
-    assert found == [[SPLIT] * 2] * 2
