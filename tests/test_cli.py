@@ -118,11 +118,6 @@ def test_env_tells_what_the_launcher_has_told(capsys, monkeypatch) -> None:
     assert "RANK=3" in text
 
 
-def test_an_unknown_command_lists_the_known_ones(capsys) -> None:
-    assert cli.main(["dance"]) == 2
-    assert "dance: error: unknown command; the choices are clusters, compare, convert" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("command", "module"), cli.MOVED.items())
 def test_a_command_that_became_a_benchmark_says_in_one_line_which(command: str, module: str, capsys) -> None:
     assert cli.main([command, "--ranks", "8"]) == 2

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.execution.lanes import SerialLanes
 from ds_fsmoe.measuring import stopwatch as contention
 from ds_fsmoe.measuring.stopwatch import MOST_TASKS, SHORTEST_MS, Stopwatch, slowdowns
@@ -147,15 +146,6 @@ def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(
     assert made == list(ONCE_MS)
     alone, lanes = found(COMPUTE)
     assert (alone, lanes.runs) == (Slowdowns({}), [])
-
-
-def test_what_fails_beside_another_lane_is_an_error_that_says_what_was_measured(clock: SetClock) -> None:
-    def fails() -> None:
-        raise OSError("the disk is on fire")
-
-    lanes, work = Slowed(clock, ONCE_MS, KNOWN), dict.fromkeys(ONCE_MS, lambda: fails)
-    with pytest.raises(MeasuringError, match="failed while measuring a test: OSError: the disk is on fire"):
-        slowdowns(Stopwatch(CPU, host=clock), lanes, work, "a test")
 
 
 def slowed_on_one(rank: int, world_size: int) -> Mapping[tuple[Lane, Lane], float]:

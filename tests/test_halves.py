@@ -132,7 +132,7 @@ def split_engine(split: str = "on", samples: int = 2, **config: Any) -> Any:
 
 
 def of_batches(rank: int, world_size: int, sizes: list[tuple[int, int]], has_cache: bool = False) -> list[int]:
-    """The forwards by halves so far, after batches of so many samples on the two ranks; 0 for a rank without a batch."""
+    """The forwards by halves so far, after batches of so many samples on the two ranks: 0 for no batch."""
     engine, found = split_engine(), []
     for number, of_ranks in enumerate(sizes):
         x = batch(number, of_ranks[rank] or 1)

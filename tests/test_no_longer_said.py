@@ -88,12 +88,12 @@ def names_in(tree: ast.AST, is_inside: bool = False) -> Iterator[tuple[int, str]
 TEXTS = ("    Wires = CommDtype",)
 
 
-def texts_in(tree: ast.AST, signs: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each string with one of these signs, docstrings and descriptions of fields left out."""
+def texts_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each string with a space or a slash, docstrings and descriptions of fields left out."""
     apart = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart
-        if is_text and set(signs) & set(node.value):
+        if is_text and {" ", "/"} & set(node.value):
             yield node.lineno, node.value
 
 
@@ -108,17 +108,19 @@ def test_no_name_has_a_word_that_is_no_longer_said_and_every_exception_is_needed
     assert set(NAMES) == {name for _, _, name in said}
 
 
-def test_no_message_has_a_word_that_is_no_longer_said() -> None:
-    """A message is a sentence or a part of one: keys of data have no space."""
+def test_no_message_has_a_word_that_is_no_longer_said_and_no_text_that_is_printed_a_word_of_before() -> None:
+    """A message is a sentence or a part of one: keys of data have no space, and heads and names of measures a slash."""
     words = sorted(SAID["message"], key=len, reverse=True)
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
-    found = [
-        f"{named(path)}:{line} {match[0]}: {text[:80]}"
-        for path in FILES
-        for line, text in texts_in(tree(path), " ")
-        if (match := pattern.search(text)) and not text.startswith(TEXTS)
-    ]
+    found = []
+    for path in (*FILES, *(ROOT / "examples").rglob("*.py")):
+        for line, text in texts_in(tree(path)):
+            is_message = " " in text and path in FILES and not text.startswith(TEXTS)
+            if (is_message and pattern.search(text)) or (OLD.search(text) and text not in ALLOWED):
+                found.append(f"{path.relative_to(ROOT)}:{line} {text}")
     assert found == []
+    for code in ('x = "in degree 2"', 'y = f"{z}/degree"', 'x = f"{y} esp_size {z}"', 'print("run uncut")'):
+        assert any(OLD.search(text) for _, text in texts_in(ast.parse(code))), code
 
 
 # ---- words of the config
@@ -127,19 +129,6 @@ def test_no_message_has_a_word_that_is_no_longer_said() -> None:
 OLD = re.compile(r"\b(pipeline_degree|esp_size|degrees?|uncut)\b")
 # Arguments and keys of Python, by the name that a script writes.
 ALLOWED = {"MOELayer: pipeline_degree = "}
-
-
-def test_no_text_that_is_printed_has_a_word_of_before() -> None:
-    """Sentences, heads and names of measures: keys of data have no space or slash."""
-    found = [
-        f"{file.relative_to(ROOT)}:{line}: {text}"
-        for file in (*FILES, *(ROOT / "examples").rglob("*.py"))
-        for line, text in texts_in(tree(file), " /")
-        if OLD.search(text) and text not in ALLOWED
-    ]
-    assert found == []
-    for line in ('x = "in degree 2"', 'y = f"{z}/degree"', 'x = f"{y} esp_size {z}"', 'print("run uncut")'):
-        assert any(OLD.search(text) for _, text in texts_in(ast.parse(line), " /")), line
 
 
 def test_pages_that_quote_logs_and_errors_have_no_word_of_before() -> None:
