@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ds_fsmoe.cli import main
-from ds_fsmoe.files.whole_files import OF_COMPARISON, OF_RECORD, Ownership
+from ds_fsmoe.files.whole_files import OF_COMPARISON, Ownership
 from ds_fsmoe.offline.commands.training_command import first_error, with_free_port
 
 OF_OTHERS = (
@@ -103,9 +103,8 @@ def test_a_launcher_gets_a_free_port_unless_the_port_is_the_user_s(command: str,
 
 
 FAILS = """
-import json, pathlib, sys
-block = json.loads(pathlib.Path(sys.argv[2]).read_text())["fsmoe"]
-print("my secret is", sys.argv[3], block.get("note"))
+import pathlib, sys
+print("my secret is", sys.argv[3], pathlib.Path(sys.argv[2]).read_text())
 raise RuntimeError("no more memory")
 """
 
@@ -117,35 +116,28 @@ def test_a_training_that_fails_leaves_no_secret_and_its_error_is_shown(
     script, config = tmp_path / "train.py", tmp_path / "ds_config.json"
     script.write_text(FAILS)
     config.write_text(json.dumps({"comet": {"api_key": "first-secret"}, "fsmoe": {"enabled": True}}))
-    script.write_text(FAILS.replace('block.get("note")', "pathlib.Path(sys.argv[2]).read_text()"))
     command = [sys.executable, str(script), "--", str(config), "hf_token=second-secret"]
     assert main(["compare", "--out", "out", "--", *command]) == 1
     said = capsys.readouterr().err
     assert "the first error" in said
     assert "RuntimeError: no more memory" in said
-    texts = {each: each.read_text() for each in (tmp_path / "out").rglob("*") if each.is_file()}
-    assert not [each for each, text in texts.items() if "-secret" in text]
-    log = next(text for each, text in texts.items() if each.name == "log.txt")
-    assert "my secret is hf_token=(hidden)" in log
-    assert '"api_key": "(hidden)"' in log
+    texts = {each.name: each.read_text() for each in (tmp_path / "out").rglob("*") if each.is_file()}
+    assert [name for name, text in texts.items() if "-secret" in text] == []
+    assert "my secret is hf_token=(hidden)" in texts["log.txt"]
+    assert '"api_key": "(hidden)"' in texts["log.txt"]
 
 
-def test_two_comparisons_in_one_folder_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_two_comparisons_in_one_folder_are_refused_and_an_owner_that_was_killed_is_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tmp_path / "ds_config.json"
-    config.write_text('{"fsmoe": {"enabled": true}}')
-    (tmp_path / "out").mkdir()
-    owner = Ownership(tmp_path / "out", name=OF_COMPARISON)
-    assert main(["compare", "--out", str(tmp_path / "out"), "--", "python", str(config)]) == 2
+    (config := tmp_path / "ds_config.json").write_text('{"fsmoe": {"enabled": true}}')
+    (out := tmp_path / "out").mkdir()
+    owner = Ownership(out, name=OF_COMPARISON)
+    assert main(["compare", "--out", str(out), "--", "python", str(config)]) == 2
     assert f"process {os.getpid()} on {socket.gethostname()} (this one) writes there" in capsys.readouterr().err
     owner.release()
-    Ownership(tmp_path / "out", name=OF_COMPARISON).release()
-
-
-def test_an_owner_that_was_killed_is_replaced(tmp_path: Path) -> None:
-    code = "import os, pathlib, sys; from ds_fsmoe.files.whole_files import OF_RECORD, Ownership; "
-    code += "held = Ownership(pathlib.Path(sys.argv[1]), name=OF_RECORD); os.kill(os.getpid(), 9)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    code = "import os, pathlib, sys; from ds_fsmoe.files.whole_files import OF_COMPARISON, Ownership; "
+    code += "held = Ownership(pathlib.Path(sys.argv[1]), name=OF_COMPARISON); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code, str(out)], check=False)
     assert done.returncode == -9
-    Ownership(tmp_path, name=OF_RECORD).release()
+    Ownership(out, name=OF_COMPARISON).release()

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, small: both kinds of layer learn the same, to the last bit.
 
-And the demo around it: what it calls the same, and what it does with a run that hangs or was not the one asked for.
+And the demo around it: what it calls the same, and what it does with a run that hangs or was not the one asked for. The
+job says what is wrong with its input in one sentence, and draws its batches reproducibly.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import ds_fsmoe
 from ds_fsmoe.observing.clock import Clock
@@ -27,6 +29,8 @@ from tests.waiting import until
 sys.path.insert(0, str(ROOT / "examples"))
 
 import demo
+from text_data import Text, draw_batch, load_text, rank_generator
+from train import parse_arguments, read_config
 
 SMALL = [
     *("--width", "26", "--heads", "2", "--layers", "2", "--seq-len", "31"),
@@ -34,18 +38,16 @@ SMALL = [
 ]
 
 
-def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25) -> dict:
+def main_job(folder: Path, start: Start, moe: str, config: str) -> dict:
     """What the main job measured."""
     metrics, checkpoints = folder / f"{moe}.json", folder / f"checkpoints_{moe}"
-    arguments = [str(ROOT / "examples/train.py"), "--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe]
-    arguments += [*SMALL, "--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(checkpoints)]
-    said = start(folder, *arguments)
+    arguments = ["--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe, *SMALL, "--steps", "25"]
+    arguments += ["--metrics", str(metrics), "--save-dir", str(checkpoints)]
+    said = start(folder, str(ROOT / "examples/train.py"), *arguments)
     assert (f"ds_fsmoe {ds_fsmoe.__version__} is on for 2 MoE layer(s)" in said) == (moe == "fsmoe")
-    tag = (checkpoints / "latest").read_text()
-    written = {file.name for file in (checkpoints / tag).iterdir()}
+    written = {file.name for file in (checkpoints / (checkpoints / "latest").read_text()).iterdir()}
     experts = {f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt" for layer in range(2) for e in range(4)}
-    assert experts < written
-    assert "mp_rank_00_model_states.pt" in written
+    assert experts | {"mp_rank_00_model_states.pt"} <= written
     return json.loads(metrics.read_text())
 
 
@@ -66,9 +68,9 @@ def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_pat
 
 def measured(chosen: dict[str, str], losses: tuple[float, ...] = (3.0, 2.0, 1.0, 1.0)) -> dict:
     """What the main job writes, made up."""
-    rest = {"validation_first": 5.0, "validation_last": 2.0, "step_ms": 1.0, "tokens_per_s": 1.0}
-    rest["step_times_ms"] = [1.0] * len(losses)
-    return {"moe": "layers of some kind", "losses": list(losses), "chosen": chosen, **rest}
+    times = {"step_ms": 1.0, "tokens_per_s": 1.0, "step_times_ms": [1.0] * len(losses)}
+    losses_of = {"validation_first": 5.0, "validation_last": 2.0, "losses": list(losses)}
+    return {"moe": "layers of some kind", "chosen": chosen} | times | losses_of
 
 
 def test_the_demo_calls_only_equal_finite_losses_the_same() -> None:
@@ -160,3 +162,97 @@ def test_the_demo_takes_one_rank_only_where_there_is_one_gpu(listed: str, ranks:
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert demo.num_ranks() == ranks
+
+
+# ---- its input
+
+CONFIG = ROOT / "ds_configs" / "gpt_moe_small.json"
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The sentence with which the command line is refused."""
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments([*arguments])
+    assert caught.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1].split("error: ")[-1]
+
+
+def with_config(*arguments: str) -> list[str]:
+    return ["--deepspeed_config", str(CONFIG), *arguments]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "sentence"),
+    [
+        (2, ["--num-experts", "5"], "--num-experts 5 is not divisible by --ep-size 2"),
+        (3, ["--ep-size", "2"], "--ep-size 2 does not divide the 3 ranks"),
+        (1, ["--width", "30", "--heads", "4"], "--width 30 is not divisible by --heads 4"),
+        (1, ["--k", "9"], "--k 9: there are only 8 experts (--num-experts)"),
+        (1, ["--ep-size", "0"], "--ep-size 0: must be at least 1"),
+        (1, ["--text", "absent.txt"], "--text absent.txt: cannot be read: No such file or directory"),
+    ],
+)
+def test_a_wrong_size_is_one_sentence(world_size, arguments, sentence, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    assert refused(capsys, *with_config(*arguments)) == sentence
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [(None, "no such file"), ("{bad", "cannot be read as JSON: "), ("[1]", "must hold a JSON object")],
+)
+def test_a_config_that_is_not_there_or_no_json_object_is_one_sentence(content, sentence: str, tmp_path, capsys) -> None:
+    file = tmp_path / "bad.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        read_config(parse_arguments(["--deepspeed_config", str(file), "--moe", "fsmoe"]))
+    said = f"{caught.value.code}{capsys.readouterr().err}"
+    assert f"error: --deepspeed_config {file}: {sentence}" in said
+    assert refused(capsys).startswith("--deepspeed_config FILE is needed")
+
+
+def test_a_text_shorter_than_a_sequence_says_how_many_bytes_are_needed(capsys, tmp_path) -> None:
+    file = tmp_path / "short.txt"
+    words = with_config("--text", str(file), "--seq-len", "128")
+    file.touch()
+    assert refused(capsys, *words) == f"--text {file}: the file is empty"
+    file.write_text("a" * 1289)
+    sentence = refused(capsys, *words)
+    assert "has 1289 bytes: too short for sequences of 128" in sentence
+    assert "1290 bytes are needed" in sentence
+    file.write_text("a" * 1290)
+    assert len(parse_arguments(words).loaded_text.validation_L) == 129
+
+
+def test_one_flag_turns_our_layers_on_and_off_and_without_it_the_config_decides(tmp_path) -> None:
+    for moe, enabled in (("fsmoe", True), ("deepspeed", False)):
+        assert read_config(parse_arguments(with_config("--moe", moe)))["fsmoe"]["enabled"] is enabled
+    assert read_config(parse_arguments(with_config()))["fsmoe"] == {"enabled": True}
+    (file := tmp_path / "own.json").write_text("{}")
+    assert "fsmoe" not in read_config(parse_arguments(["--deepspeed_config", str(file)]))
+    file.write_text('{"fsmoe": true}')  # left for ds_fsmoe to name
+    assert read_config(parse_arguments(["--deepspeed_config", str(file), "--moe", "fsmoe"]))["fsmoe"] is True
+
+
+def test_training_and_validation_do_not_overlap_and_the_text_of_the_standard_library_is_prose(tmp_path) -> None:
+    (tmp_path / "text").write_bytes(bytes(i % 251 for i in range(1000)))
+    text: Text = load_text(str(tmp_path / "text"), 16)
+    assert torch.cat([text.train_L, text.validation_L]).tolist() == [i % 251 for i in range(1000)]
+    assert len(text.validation_L) == 100
+    text = load_text(None, 128)
+    assert len(text.train_L) > 300_000
+    assert "the" in bytes(text.train_L.tolist()).decode(errors="ignore").split()
+
+
+def test_batches_are_reproducible_differ_between_ranks_and_a_bytes_target_is_the_next_one() -> None:
+    data_L = torch.arange(997, dtype=torch.int64) % 256
+    first, again, other = (draw_batch(data_L, 3, 7, rank_generator(1, rank))[0] for rank in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    starts = set()
+    for seed in range(50):
+        tokens_BL, targets_BL = draw_batch(torch.arange(9, dtype=torch.uint8), 2, 7, rank_generator(seed, 0))
+        assert torch.equal(targets_BL, tokens_BL + 1)
+        starts |= set(tokens_BL[:, 0].tolist())
+    assert starts == {0, 1}, "up to the last"

@@ -82,17 +82,16 @@ def compare(rank: int, world_size: int, in_turns: bool) -> list[str]:
     different = []
     for number, (name, use) in enumerate(USES.items()):
         for k, drop_tokens in [CHOICES[number % len(CHOICES)]] if in_turns else CHOICES:
-            seen = []
-            ours = [{"fsmoe": {"enabled": True, "dispatch": each}} for each in ("padded", "auto")[: 2 - drop_tokens]]
-            for initialize, blocks in ((deepspeed.initialize, {}), *((ds_fsmoe.initialize, each) for each in ours)):
-                case = Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
+            seen, case = [], Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
+            for dispatch in ("", "padded", "auto")[: 3 - drop_tokens]:
+                block = {"fsmoe": {"enabled": True, "dispatch": dispatch}} if dispatch else {}
+                initialize = ds_fsmoe.initialize if dispatch else deepspeed.initialize
                 model = SmallModel(case, rank)
-                config = case.ds_config(**blocks)
-                engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+                parameters = list(model.parameters())
+                engine, *_ = initialize(model=model, model_parameters=parameters, config=case.ds_config(**block))
                 torch.manual_seed(rank)
                 seen.append(use(engine, model, rank))
                 engine.destroy()
-            assert len({len(each) for each in seen}) == 1
             if not all(torch.equal(a, b) for a, b in zip(*seen[:2], strict=True)):
                 different.append(f"{name}, k = {k}")
             # Rows meet in other products than slots do, so the last bits may differ.
