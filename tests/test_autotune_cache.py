@@ -83,21 +83,15 @@ def test_what_the_host_needed_is_kept_with_what_the_device_took(tmp_path: Path, 
     assert "has 1 times of the host for 4 sizes of b" in said[0]
 
 
-def test_other_clusters_have_other_files_whatever_the_order_of_what_they_are_known_by(tmp_path: Path) -> None:
-    cache = MeasurementCache(tmp_path)
-    turned = dict(reversed(FINGERPRINT.items()))
+def test_other_clusters_have_other_files_in_any_order_and_newer_measurements_win(tmp_path: Path) -> None:
+    cache, turned = written(tmp_path), dict(reversed(FINGERPRINT.items()))
     assert cache.file_of(turned) == cache.file_of(FINGERPRINT)
-    cache.write(FINGERPRINT, some(), CLUSTER)
     assert cache.read(turned) == some()
     assert cache.read(FINGERPRINT | {"ranks_per_node": [1, 2]}) is None
-
-
-def test_measurements_for_other_layers_stay_and_newer_ones_win(tmp_path: Path) -> None:
-    cache = written(tmp_path)
     newer = Timing("byte", (3.0, 5.0, 7.0), (1.0, 2.0, 3.0))
     cache.write(FINGERPRINT, Measurements({"other": newer, "gemm [3, 5]": newer}, {"draws": 1.0}), CLUSTER)
-    found = cache.read(FINGERPRINT)
-    assert found == Measurements({"gemm [3, 5]": newer, "other": newer}, {"draws": 1.0, "host ms per task": 1 / 7})
+    found = Measurements({"gemm [3, 5]": newer, "other": newer}, {"draws": 1.0, "host ms per task": 1 / 7})
+    assert cache.read(FINGERPRINT) == found, "those for other layers stay"
 
 
 GONE = object()
@@ -179,20 +173,14 @@ def test_what_is_cut_off_no_json_or_no_file_is_named_and_not_trusted(
         assert path.read_bytes() == whole
 
 
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list[str]) -> None:
-    (tmp_path / "file").write_text("in the way")
-    cache = MeasurementCache(tmp_path / "file" / "kept")
-    assert cache.read(FINGERPRINT) is None
-    for _ in range(3):
-        cache.write(FINGERPRINT, some(), CLUSTER)
-    assert len(said) == 1
-    assert f"cannot write to {tmp_path / 'file' / 'kept'}, so the next run measures again: " in said[0]
-
-
-def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(
+def test_a_folder_that_cannot_be_written_or_a_full_disk_is_said_once_and_leaves_what_was_there(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = written(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    blocked = MeasurementCache(tmp_path / "file" / "kept")
+    for _ in range(3):
+        blocked.write(FINGERPRINT, some(), CLUSTER)
+    cache = written(tmp_path / "kept")
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -202,6 +190,7 @@ def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(
             patched.setattr(os, name, full)
             cache.write(FINGERPRINT, Measurements({}, {"new": 1.0}), CLUSTER)
     assert cache.read(FINGERPRINT) == some()
-    assert [each.name for each in tmp_path.iterdir()] == [cache.file_of(FINGERPRINT).name]
-    assert len(said) == 1
-    assert "No space left on device" in said[0]
+    assert [each.name for each in (tmp_path / "kept").iterdir()] == [cache.file_of(FINGERPRINT).name]
+    of_blocked, of_full = said
+    assert f"cannot write to {tmp_path / 'file' / 'kept'}, so the next run measures again: " in of_blocked
+    assert "No space left on device" in of_full

@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -84,35 +84,18 @@ FOLDERS: dict[str, str] = {
         ".engine.command_line .engine.compat .files .offline .planning .registry .terminal .untrusted .versions"
     ),
 }
-# The files that may import DeepSpeed, each with its reason.
+# The files that may import DeepSpeed, by folder: they stand in for what it does, or look into what it has.
 DEEPSPEED: dict[str, str] = {
-    "layer/stock_layer.py": "subclasses DeepSpeed's MoE modules; knows DeepSpeed's module of experts from others",
-    "engine/engine.py": "subclasses DeepSpeed's engines; subclasses DeepSpeed's engine for pipeline stages",
-    "engine/entry_points.py": "stands in for DeepSpeed's initialize; knows models in pipeline stages from others",
-    "engine/compat.py": "holds and checks every private name of DeepSpeed",
-    "engine/inference.py": "knows DeepSpeed's models in pipeline stages from others",
-    "engine/restore_model.py": "knows DeepSpeed's engines from models",
-    "engine/telemetry.py": "finds the layers of DeepSpeed's own engine",
-    "gradients/reduction.py": "takes the reduction of gradients over from DeepSpeed's engine and optimizers",
-    "gradients/zero_stages.py": "has in itself the methods of DeepSpeed's engine and optimizers that it replaces",
-    "gradients/updated_parameters.py": "takes the gather of updated parameters over from DeepSpeed's optimizers",
-    "gradients/norm.py": "clips where DeepSpeed's optimizers would clip by another norm",
-    "checkpoint/ranks.py": "stands in for the barriers of DeepSpeed's saving",
-    "checkpoint/saving.py": "asks DeepSpeed's groups for ranks that share experts, or whose files hold states",
-    "engine/saving_engine.py": "overrides what DeepSpeed's engine does about files, and optimizers with single states",
-    "checkpoint/loading.py": "stands in for DeepSpeed's reading of files",
-    "checkpoint/optimizer_states.py": "looks into DeepSpeed's optimizers, each kind by its own names",
-    "measuring/profile_job.py": "starts torch.distributed as training does",
-    "telemetry/flops.py": "counts what DeepSpeed's flops profiler does not know",
-    "telemetry/stock_trace.py": "watches DeepSpeed's own layers and collectives",
-    "distributed/groups.py": "makes process groups where DeepSpeed looks for them",
-    "distributed/partitioned.py": "gathers parameters that ZeRO 3 has shared out",
-    "engine/own_experts.py": "has ranks find each other as DeepSpeed does",
-    "engine/expert_tensors.py": "keeps zero.Init from sharing out experts that have no weights yet",
-    "engine/set_up.py": "stands in for DeepSpeed's activation checkpointing",
-    "engine/marked_experts.py": "asks DeepSpeed's groups for the ranks that share experts; gathers whole experts",
-    "engine/optimizer_groups.py": "overrides what DeepSpeed's engine does about groups of parameters",
-    "engine/shard_experts.py": "asks DeepSpeed's groups for the ranks over which ZeRO 3 shares experts out",
+    "layer": "stock_layer",
+    "engine": (
+        "compat engine entry_points expert_tensors inference marked_experts optimizer_groups own_experts restore_model "
+        "saving_engine set_up shard_experts telemetry"
+    ),
+    "gradients": "norm reduction updated_parameters zero_stages",
+    "checkpoint": "loading optimizer_states ranks saving",
+    "measuring": "profile_job",
+    "telemetry": "flops stock_trace",
+    "distributed": "groups partitioned",
 }
 # (file, imported module) -> why the rule of its folder does not hold there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
@@ -166,17 +149,13 @@ STATEMENTS: dict[str, int] = {
 MOST_FILES = 20
 """Of a folder."""
 
-# What the files of a family share as its interface: commands, and the forms of the ops (compiled, of torch's operators,
-# and the loop that is the oracle).
-INTERFACE = (
-    *("add_arguments", "main", "run"),
-    *("add_rows", "arrange", "gated", "gated_backward", "gather_rows", "number_rows", "restore"),
-    *("restore_backward", "take_slots", "top_k_slots"),
-)
-
 # In code as a string; and, of a file, whether it is worth to be parsed.
 MAY_READ_A_CLOCK = re.compile(r"import [^\n;]*\btime\b|from time import|import timeit|\btime\.[a-z_]+\(")
 READS_A_CLOCK = re.compile(r"(?m)(^|[;:])\s*(import [^\n;]*\btime\b|from time import|import timeit)|\btime\.[a-z_]+\(")
+
+
+def module_of(file: Path) -> str:
+    return ".".join(["ds_fsmoe", *file.with_suffix("").parts]).removesuffix(".__init__")
 
 
 def within(module: str, folder: str) -> bool:
@@ -184,14 +163,8 @@ def within(module: str, folder: str) -> bool:
 
 
 def imports_of(source: ast.Module, module: str, is_package: bool, at_import: bool = False) -> set[str]:
-    """Dotted names a file imports: ``from a import b`` counts as ``a`` and as ``a.b``.
-
-    Args:
-        source: the file, parsed.
-        module: its name.
-        is_package: whether it is an ``__init__.py``.
-        at_import: leave out what is imported inside functions.
-    """
+    """Dotted names that a file imports: ``from a import b`` counts as ``a`` and as ``a.b``; all but those in functions
+    if only those ``at_import`` are asked for."""
     found: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -221,13 +194,7 @@ def imports_of(source: ast.Module, module: str, is_package: bool, at_import: boo
 
 @functools.cache
 def imports(file: Path) -> set[str]:
-    parts = ["ds_fsmoe", *file.with_suffix("").parts]
-    is_package = parts[-1] == "__init__"
-    return imports_of(tree(PACKAGE / file), ".".join(parts[:-1] if is_package else parts), is_package)
-
-
-def nested(folder: str) -> list[str]:
-    return [other for other in FOLDERS if other != folder and (folder != "." and other.startswith(f"{folder}/"))]
+    return imports_of(tree(PACKAGE / file), module_of(file), file.name == "__init__.py")
 
 
 def allowed(file: Path, module: str) -> bool:
@@ -235,25 +202,19 @@ def allowed(file: Path, module: str) -> bool:
         return True
     folder, name = file.parent.as_posix(), file.as_posix()
     if within(module, "deepspeed"):
-        return name in DEEPSPEED
+        return file.stem in DEEPSPEED.get(folder, "").split()
     words = [f"ds_fsmoe{each}".rstrip(".") if each.startswith(".") else each for each in FOLDERS[folder].split()]
-    may = [*words, *(each for path, each in EXCEPTIONS if path == name)]
-    if any(within(module, each) for each in may):
+    if any(within(module, each) for each in (*words, *(each for path, each in EXCEPTIONS if path == name))):
         return True
     if folder == ".":
         return not (PACKAGE / Path(*module.split(".")[1:2])).is_dir() and within(module, "ds_fsmoe")
-    own = f"ds_fsmoe.{folder.replace('/', '.')}"
-    return within(module, own) and not any(
-        within(module, f"ds_fsmoe.{each.replace('/', '.')}") for each in nested(folder)
-    )
+    own, inside = module_of(Path(folder)), (each for each in FOLDERS if each.startswith(f"{folder}/"))
+    return within(module, own) and not any(within(module, module_of(Path(each))) for each in inside)
 
 
 def test_a_folder_imports_only_what_it_may() -> None:
-    assert [f"{file} imports {module}" for file in FILES for module in imports(file) if not allowed(file, module)] == []
-
-
-def test_every_folder_of_the_package_has_a_rule() -> None:
     assert {file.parent.as_posix() for file in FILES} == set(FOLDERS)
+    assert [f"{file} imports {module}" for file in FILES for module in imports(file) if not allowed(file, module)] == []
 
 
 def test_every_folder_says_what_it_is_for_and_has_its_place_on_the_map() -> None:
@@ -264,10 +225,6 @@ def test_every_folder_says_what_it_is_for_and_has_its_place_on_the_map() -> None
     for folder in set(FOLDERS) - {"."}:
         assert ast.get_docstring(tree(PACKAGE / folder / "__init__.py")), folder
         assert re.search(rf"(?m)^  ([a-z_/]+ )*{folder}/ ", maps[0]), f"{folder}/ has no line on the map"
-
-
-def module_of(file: Path) -> str:
-    return ".".join(["ds_fsmoe", *file.with_suffix("").parts]).removesuffix(".__init__")
 
 
 def circles(arrows: dict[str, set[str]]) -> list[str]:
@@ -317,8 +274,9 @@ def test_folders_import_each_other_in_no_circle_and_in_no_more_layers() -> None:
 def test_no_exception_outlives_its_reason() -> None:
     for name, module in EXCEPTIONS:
         assert any(within(each, module) for each in imports(Path(name))), f"{name} no longer imports {module}"
-    users = {file.as_posix() for file in FILES for module in imports(file) if within(module, "deepspeed")}
-    assert users == set(DEEPSPEED)
+    for folder, names in DEEPSPEED.items():
+        for name in names.split():
+            assert any(within(each, "deepspeed") for each in imports(Path(folder, f"{name}.py"))), f"{folder}/{name}"
 
 
 def test_the_reader_of_imports_sees_every_kind_of_import() -> None:
@@ -470,11 +428,15 @@ def test_no_folder_has_more_files_than_one_can_look_over() -> None:
     assert {folder: count for folder, count in found.items() if count > MOST_FILES} == {}
 
 
+# What the files of a family share as its interface: commands, and the forms of the ops.
+INTERFACE = (
+    *("add_arguments", "main", "run", "add_rows", "arrange", "gated", "gated_backward", "gather_rows", "number_rows"),
+    *("restore", "restore_backward", "take_slots", "top_k_slots"),
+)
+
+
 def test_a_public_name_is_defined_once() -> None:
-    places: dict[str, list[str]] = defaultdict(list)
-    for file in FILES:
-        for node in tree(PACKAGE / file).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-                places[node.name].append(file.as_posix())
-    twice = {name: files for name, files in places.items() if len(files) > 1 and name not in INTERFACE}
-    assert twice == {}
+    nodes = (node for file in FILES for node in tree(PACKAGE / file).body)
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    twice = {name for name, count in names.items() if count > 1 and not name.startswith("_")}
+    assert twice - set(INTERFACE) == set()

@@ -157,11 +157,12 @@ def test_the_example_of_a_hostfile_is_one_that_deepspeed_reads() -> None:
 
 
 def test_a_job_that_accelerate_takes_for_several_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state={"num_processes": 1}))
+    shared = {"num_processes": 1}
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     assert accelerate_warnings(1) == []
     assert "Accelerate counts 1 process(es) in a job of 2 ranks" in accelerate_warnings(2)[0]
-    monkeypatch.setitem(state.PartialState._shared_state, "num_processes", 2)
+    shared["num_processes"] = 2
     assert accelerate_warnings(2) == []
     monkeypatch.delitem(sys.modules, "accelerate.state")
     assert accelerate_warnings(2) == []
