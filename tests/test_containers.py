@@ -160,22 +160,18 @@ def alike(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> boo
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
 
 
-def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> list[str]:
-    different = []
+def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> None:
     for number, (change, block) in enumerate(pairs):
-        early = change in CLASSES or number % 2 == 0
+        early, name = change in CLASSES or number % 2 == 0, f"{change.__name__}, {block}"
         expected, _ = trained(rank, None, change, early)
         seen, said = trained(rank, block, change, early)
         if block.get("recompute") and change in (looks, changes_gradients, on_one_rank_alone):
             seen, expected = seen[-5:], expected[-5:]  # hooks are called once more
-        if not alike(seen, expected):
-            different.append(f"{change.__name__}, {block}")
-        sentences = [each for each in said if "in one chunk (" in each]
-        if rank == 0 and len(sentences) != int("pipeline_degree" in block):
-            different.append(f"{change.__name__}, {block}: {sentences}")
-        if "pipeline_degree" in block and said[-1] != "degrees (1, 1) forward 2, backward 3; forward 1, backward 1":
-            different.append(f"{change.__name__}, {block}: {said[-1]}")
-    return different
+        assert alike(seen, expected), name
+        if "pipeline_degree" in block:
+            assert said[-1] == "degrees (1, 1) forward 2, backward 3; forward 1, backward 1", name
+        if rank == 0:
+            assert sum("in one chunk (" in each for each in said) == int("pipeline_degree" in block), name
 
 
 # A hook, or another module, with each block.
@@ -186,7 +182,7 @@ PAIRS = [(change, block) for change in (*HOOKS, *CLASSES) for block in BLOCKS]
 def test_what_is_done_to_the_experts_module_does_what_it_does_in_stock(count: int, tmp_path: Path) -> None:
     # Of these a chunked layer, or an experts module that is left out, would show the most.
     most = [(changes_gradients, CUT), (keeps_results_for_the_loss, BLOCKS[0])]
-    assert run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count)) == [[], []]
+    run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count))
 
 
 def engine_of(model: SmallModel, case: Case, block: dict[str, Any], **others: Any) -> Any:

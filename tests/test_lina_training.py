@@ -123,61 +123,49 @@ def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(tmp_path: Path
         assert any(first["plan"].dense)
 
 
-def with_a_small_step(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Degrees of a run that is saved after its first step, and of one that goes on from there."""
-    case, found = Case(2, 1, "fp32", 1, 2, True), []
+def with_a_small_step(rank: int, world_size: int, folder: str) -> None:
+    """A run that is saved after its first step, and one that goes on from there."""
+    case = Case(2, 1, "fp32", 1, 2, True)
     block = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 400}, "deterministic": True}
     config = case.ds_config(fsmoe=block)
     engine = engine_of(lambda: SmallModel(case, rank), config)
     train_steps(engine, rank, [0])
     engine.save_checkpoint(folder)
-    found.append(degrees_of(engine))
+    saved = degrees_of(engine)
+    assert max(max(each) for each in saved) > 1
     losses = train_steps(engine, rank, [1, 2])
     engine.destroy()
     engine = engine_of(lambda: SmallModel(case, rank), config)
-    found.append(degrees_of(engine))
+    assert degrees_of(engine) == [(1, 1)] * len(saved)
     engine.load_checkpoint(folder)
-    found.append(degrees_of(engine))
-    found.append(train_steps(engine, rank, [1, 2]) == losses)
-    found.append(engine.fsmoe.micro_ops.is_wanted)
+    assert degrees_of(engine) == saved
+    assert train_steps(engine, rank, [1, 2]) == losses
+    assert not engine.fsmoe.micro_ops.is_wanted
     engine.destroy()
-    return found
 
 
 def test_a_run_that_goes_on_is_cut_as_it_was_from_its_first_step_on(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    for saved, fresh, loaded, is_same, is_wanted in run_on_ranks(
-        with_a_small_step, 2, tmp_path / "ranks", str(tmp_path / "saved")
-    ):
-        assert saved == loaded
-        assert max(max(each) for each in saved) > 1
-        assert fresh == [(1, 1)] * len(saved)
-        assert is_same
-        assert not is_wanted
+    run_on_ranks(with_a_small_step, 2, tmp_path / "ranks", str(tmp_path / "saved"))
 
 
-def by_the_tuner(rank: int, world_size: int) -> list[Any]:
-    """Degrees that the autotuner gives, with a micro-op of some bytes, and what it logs."""
+def by_the_tuner(rank: int, world_size: int) -> None:
     case = Case(2, 0, "fp32", 1, 2, True)
     tuning = {"enabled": True, "trials": 1, "watch_every": 0}
     block = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 400}, "autotune": tuning}
     engine = engine_of(lambda: SmallModel(case, rank), case.ds_config(fsmoe=block))
     # Enough to try its one plan and DeepSpeed's schedule, and to go on with the faster one.
     losses = train_steps(engine, rank, range(20))
-    found = [degrees_of(engine), engine.fsmoe.micro_ops is None, losses, engine.fsmoe.reduction.reducer.plan.moe]
+    assert torch.tensor(losses).isfinite().all()
+    slots = 4 * max(4, -(-21 * 2 * 5 // 16))
+    assert degrees_of(engine) == [(min(16, -(-slots * 13 * 4 // 400)),) * 2] * 2
+    assert engine.fsmoe.micro_ops is None
+    assert not any(engine.fsmoe.reduction.reducer.plan.moe)
     engine.destroy()
-    return found
 
 
 @pytest.mark.daily("layers", 2)
 def test_the_autotuner_gives_the_same_degrees_and_does_not_try_others(tmp_path: Path) -> None:
-    first, second = run_on_ranks(by_the_tuner, 2, tmp_path)
-    assert first[0] == second[0]
-    slots = 4 * max(4, -(-21 * 2 * 5 // 16))
-    assert first[0] == [(min(16, -(-slots * 13 * 4 // 400)),) * 2] * 2
-    assert first[1]
-    assert not any(first[3])
-    assert all(torch.isfinite(torch.tensor(first[2])))
+    run_on_ranks(by_the_tuner, 2, tmp_path)
 
 
 def test_a_slice_has_the_size_that_was_asked_for_or_its_modes_own_and_ranks_that_differ_in_it_do_not_agree() -> None:
@@ -235,17 +223,19 @@ def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, 
 
 
 def test_micro_ops_keep_to_the_planners_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = PhasePlan(BlockPlan(), Groups(4, 2, ep=4), backward=False)
-    assert degree_of_call(plan, sizes(99, 1), 1000, 64) > 3
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES, lambda proposal: proposal.order.degree <= 3])
-    assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 3
+    own = list(rules.RULES)
+
+    def degree(groups: Groups, *more: Callable[[Any], bool]) -> int:
+        monkeypatch.setattr(rules, "RULES", [*own, *more])
+        return degree_of_call(PhasePlan(BlockPlan(), groups, backward=False), sizes(99, 1), 1000, 64)
+
+    groups = Groups(4, 2, ep=4)
+    assert degree(groups) > 3
+    assert degree(groups, lambda proposal: proposal.order.degree <= 3) == 3
     # Both phases have the same chunks, so that a rule for one of them holds for both.
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES[:-1], lambda each: not each.backward or each.order.degree <= 2])
-    assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 2
+    assert degree(groups, lambda proposal: not proposal.backward or proposal.order.degree <= 2) == 2
     # Nothing is measured, so that a rule that asks for costs is told of none.
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES[:-1], on_fast_links])
-    sharded = PhasePlan(BlockPlan(), Groups(8, 4, esp=2, ep=4), backward=False)
-    assert degree_of_call(sharded, sizes(99, 1), 1000, 64) > 3
+    assert degree(Groups(8, 4, esp=2, ep=4), on_fast_links) > 3
 
 
 def test_the_largest_call_of_the_first_step_counts() -> None:
