@@ -43,10 +43,9 @@ class Run:
     contention: list[Contention] = field(default_factory=list)
     num_measured: int | None = None
     said: str = ""
-    error: str = ""
 
 
-def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEPS, break_expert: bool = False) -> Run:
+def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEPS) -> Run:
     import ds_fsmoe
 
     hurry()
@@ -60,21 +59,12 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
     # Nothing comes of the first two forwards but sizes: so what is trained is run with one plan throughout.
     for _ in range(FORWARDS_BEFORE):
         engine(*batch(99, rank, torch.float32))
-    if break_expert:
-
-        def fails(*_: Any) -> None:
-            raise OSError("the disk is on fire")
-
-        model.moes[0].deepspeed_moe.experts.deepspeed_experts[0].register_forward_hook(fails)
-    try:
-        for step in range(steps * case.accumulation):
-            torch.manual_seed(100 * step + rank)
-            loss, y_BLM = engine(*batch(step, rank, torch.float32))
-            engine.backward(loss)
-            engine.step()
-            run.numbers += [loss.detach(), y_BLM.detach()]
-    except RuntimeError as error:
-        run.error = str(error)
+    for step in range(steps * case.accumulation):
+        torch.manual_seed(100 * step + rank)
+        loss, y_BLM = engine(*batch(step, rank, torch.float32))
+        engine.backward(loss)
+        engine.step()
+        run.numbers += [loss.detach(), y_BLM.detach()]
     pipelines = [layer.pipeline for layer in engine.fsmoe.layers.values()]
     run.degrees = [each.degrees for each in pipelines]
     run.blocks = [(each.forward.block, each.backward.block) for each in pipelines]
@@ -238,25 +228,15 @@ def meet_bad_file(rank: int, world_size: int, folder: str) -> dict[str, Any]:
 def test_a_file_of_no_use_is_named_and_measured_again(tmp_path: Path) -> None:
     """What else makes a file one of no use, and that a folder may be, is in tests/test_autotune_cache.py."""
     found = run_on_ranks(meet_bad_file, 2, tmp_path / "ranks", str(tmp_path / "kept"))
+    names = ("first", "cut off", "mended")
     for each in found:
-        names = ("first", "cut off", "mended")
         assert [each[name].num_measured > 0 for name in names] == [True, True, False]
-        assert not any(each[name].error for name in names)
     of_file = f"WARNING: fsmoe.autotune.cache_dir: {found[0]['path']} cannot be read: "
-    assert [of_file in found[0][name].said for name in ("first", "cut off", "mended")] == [False, True, False]
+    assert [of_file in found[0][name].said for name in names] == [False, True, False]
     assert found[0]["left"] == 1
 
 
 # ---- other ranks and other ways
-
-
-def fail_on_one(rank: int, world_size: int) -> Run:
-    return train(rank, tuned(), steps=1, break_expert=rank == 1)
-
-
-def test_a_rank_that_fails_while_measuring_ends_all_of_them_with_its_error(tmp_path: Path) -> None:
-    for each in run_on_ranks(fail_on_one, 2, tmp_path / "ranks"):
-        assert each.error.startswith("rank 1 failed while measuring experts forward of experts GPTFeedForward/GPT")
 
 
 def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
@@ -268,7 +248,7 @@ def train_sharded(rank: int, world_size: int) -> tuple[Run, Run]:
 def test_sharded_experts_on_four_ranks_are_tuned_while_gradients_are_looked_at(tmp_path: Path) -> None:
     found = run_on_ranks(train_sharded, 4, tmp_path / "ranks")
     for ours, plain in found:
-        assert (ours.error, ours.plans) == ("", found[0][0].plans)
+        assert ours.plans == found[0][0].plans
         # All-to-all, all-gather, reduce-scatter, four of the experts, and more.
         assert ours.num_measured > 8
         for a, b in zip(ours.numbers, plain.numbers, strict=True):

@@ -141,10 +141,9 @@ def compare_with_no_tensor_parallelism(rank: int, world_size: int, case: Case, t
     import ds_fsmoe
 
     begin(1)
-    stocks = train(case, deepspeed.initialize, None, tp_size, mpu=None, ep_rank=rank % case.ep_size)
-    mpu = begin(tp_size)
-    block = degrees(2, 3)
-    ours = train(case, ds_fsmoe.initialize, block, tp_size, mpu=mpu, ep_rank=rank % case.ep_size)
+    ep_rank = rank % case.ep_size
+    stocks = train(case, deepspeed.initialize, None, tp_size, mpu=None, ep_rank=ep_rank)
+    ours = train(case, ds_fsmoe.initialize, degrees(2, 3), tp_size, mpu=begin(tp_size), ep_rank=ep_rank)
     assert len(ours["losses"]) == STEPS
     # A rank has worked on other tokens in the two runs; what becomes of all gradients of experts, parameters show.
     return differences({name: each for name, each in ours.items() if "gradient of moes" not in name}, stocks)

@@ -42,10 +42,10 @@ class Noted(torch.autograd.Function):
 class Layer(nn.Module):
     """A layer that pauses as ours do."""
 
-    def __init__(self, in_halves: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.pipeline = SimpleNamespace(forward=SimpleNamespace(is_two_batch=in_halves))
+        self.pipeline = SimpleNamespace(forward=SimpleNamespace(is_two_batch=True))
 
 
 class Block(nn.Module):
@@ -164,15 +164,15 @@ def test_whoever_looks_between_two_blocks_sees_the_whole_batch() -> None:
     model = Model([], "mmm")
     splitter, x = split(model), torch.randn(4, 3, WIDTH)
     wanted = numbers(model, forward(model, splitter, x))
-    runs, seen = splitter.num_runs, []
-    handle = model.blocks[0].register_forward_hook(lambda module, given, result: seen.append(result))
+    seen: list[torch.Size] = []
+    handle = model.blocks[0].register_forward_hook(lambda module, given, result: seen.append(result.shape))
     same(numbers(model, forward(model, splitter, x)), wanted)
-    assert [each.shape for each in seen] == [x.shape]
+    assert seen == [x.shape]
     # The second block began anew.
-    assert splitter.num_runs == runs + 2
+    assert splitter.num_runs == 1 + 2
     handle.remove()
     forward(model, splitter, x)
-    assert splitter.num_runs == runs + 3
+    assert splitter.num_runs == 1 + 2 + 1
 
 
 @pytest.mark.parametrize("place", [0, 1])
