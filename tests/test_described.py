@@ -17,16 +17,15 @@ from ds_fsmoe.layer.state import LayerState
 def said(
     *gates: Any, dispatch: str = "auto", duplicates: Any = None, tuner: Any = None, plan: Any = None, **block: Any
 ) -> str:
+    """What is said of layers with these gates."""
     alone = SimpleNamespace(collectives=SimpleNamespace(ep_group=None))
-    layers = {}
-    for gate in gates:
-        parts: Any = SimpleNamespace(dispatch=dispatch, callbacks=())
-        tensor_parallel: Any = None
-        running: Any = SimpleNamespace(block=FSMoEBlock(enabled=True, **block))
-        state = LayerState(parts, parts, running, "L00", "moe", tensor_parallel, alone, plan, duplicates=duplicates)
-        layers[str(len(layers))] = SimpleNamespace(gate=gate, fsmoe=state)
-    engine: Any = SimpleNamespace(inner_layers=layers, block=SimpleNamespace(dispatch=dispatch), autotune=tuner)
-    return describe_dispatch(engine)
+    parts: Any = SimpleNamespace(dispatch=dispatch, callbacks=())
+    running: Any = SimpleNamespace(block=FSMoEBlock(enabled=True, **block))
+    state = LayerState(parts, parts, running, "L00", "moe", None, alone, plan, duplicates=duplicates)  # type: ignore[arg-type]
+    layers = {str(number): SimpleNamespace(gate=gate, fsmoe=state) for number, gate in enumerate(gates)}
+    return describe_dispatch(
+        SimpleNamespace(inner_layers=layers, block=SimpleNamespace(dispatch=dispatch), autotune=tuner)  # type: ignore[arg-type]
+    )
 
 
 def topk(factor: float, drops: bool = True) -> TopKGate:

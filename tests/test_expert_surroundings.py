@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,8 @@ from tests.expert_cases import (
 def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_region: bool, recompute: bool) -> None:
     experts = make_experts(name, dtype=torch.float32)
     x_NeCM, dy_NeCM = float_rows()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with autocast:
         leaf = x_NeCM.clone().requires_grad_()
         results = [expert(leaf[:, i]) for i, expert in enumerate(experts)]
         y_NeCM = torch.stack([each[0] if isinstance(each, tuple) else each for each in results], dim=1)
@@ -39,13 +42,13 @@ def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_
     expected = torch.autograd.grad(y_NeCM, [leaf, *parameters], dy_NeCM.to(y_NeCM.dtype), allow_unused=True)
     assert name == "bottleneck" or y_NeCM.dtype is torch.bfloat16
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with ExitStack() as region:
+        region.enter_context(autocast)
         call = ExpertSet(experts).call(True, recompute=recompute)
         assert calls_modules(call)
         assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
-        if keep_in_region:
-            dx_NeCM = call.backward(0, C, dy_NeCM.to(y_NeCM.dtype))
-    if not keep_in_region:
+        if not keep_in_region:
+            region.close()
         dx_NeCM = call.backward(0, C, dy_NeCM.to(y_NeCM.dtype))
     for found, other in zip([dx_NeCM, *call.gradients()], expected, strict=True):
         assert found is other is None or torch.equal(found, other)
