@@ -28,17 +28,14 @@ def adapter_of(module: Experts, contract: Contract, name: str, rank: int, scalin
     return Adapter(name, a, b, scaling, NUM_EXPERTS)
 
 
-def peft_delta(adapter: Adapter, is_transposed: bool) -> torch.Tensor:
-    """As PEFT's ``ParamWrapper.get_delta_weight`` has it."""
-    a = adapter.a.reshape(NUM_EXPERTS, -1, adapter.a.shape[-1])
-    b = adapter.b.reshape(adapter.b.shape[0], -1, NUM_EXPERTS)
-    return torch.einsum("o r e, e r i -> e i o" if is_transposed else "o r e, e r i -> e o i", b, a) * adapter.scaling
-
-
 def changed(module: Experts, contract: Contract, adapters: list[Adapter]) -> dict[str, torch.Tensor]:
+    """The weights as PEFT's ``ParamWrapper.get_delta_weight`` changes them."""
     found = dict(module.named_parameters())
     for each in adapters:
-        found[each.weight] = found[each.weight] + peft_delta(each, contract.is_transposed)
+        a = each.a.reshape(NUM_EXPERTS, -1, each.a.shape[-1])
+        b = each.b.reshape(each.b.shape[0], -1, NUM_EXPERTS)
+        product = torch.einsum("o r e, e r i -> e i o" if contract.is_transposed else "o r e, e r i -> e o i", b, a)
+        found[each.weight] = found[each.weight] + product * each.scaling
     return found
 
 
@@ -128,7 +125,8 @@ def test_grouped_products_take_adapters_of_any_rank(rank: int, monkeypatch: pyte
         assert off_by(ours, theirs) < 5e-3
 
 
-def test_under_autocast_adapters_compute_in_its_type_and_keep_theirs() -> None:
+def test_under_autocast_adapters_compute_in_its_type_and_keep_theirs_as_beside_half_precision() -> None:
+    """PEFT keeps adapters of half-precision models in float32 unless it is told not to."""
     module, contract, adapters = made(16, 24, ("up", 4), ("down", 4))
     x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -139,12 +137,9 @@ def test_under_autocast_adapters_compute_in_its_type_and_keep_theirs() -> None:
     for ours, theirs in zip(found, by_loop(module, contract, adapters, x_NecM), strict=True):
         assert off_by(ours, theirs) < 5e-3
 
-
-def test_adapters_in_float32_go_with_weights_in_half_precision() -> None:
-    """PEFT keeps adapters of half-precision models in float32 unless it is told not to."""
     module, contract, adapters = made(16, 24, ("up", 4), is_transposed=True)
     module.bfloat16().requires_grad_(False)
-    x_NecM = torch.randn(1, NUM_EXPERTS, SLOTS, 16).bfloat16()
+    x_NecM = x_NecM.bfloat16()
     found = run(StackedExperts(module, contract, adapters=adapters).call(True), x_NecM, x_NecM)
     assert found[0].dtype == found[1].dtype == torch.bfloat16
     assert [each.dtype for each in found[-2:]] == [torch.float32] * 2

@@ -137,15 +137,12 @@ def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
 def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(clock: SetClock) -> None:
     made: list[Lane] = []
 
-    def found(*of: Lane) -> tuple[Slowdowns, Slowed]:
+    def found(*of: Lane) -> Slowdowns:
         work = {lane: lambda lane=lane: made.append(lane) or (lambda: None) for lane in of}
-        lanes = Slowed(clock, ONCE_MS, KNOWN)
-        return slowdowns(Stopwatch(CPU, host=clock), lanes, work, "a test"), lanes
+        return slowdowns(Stopwatch(CPU, host=clock), Slowed(clock, ONCE_MS, KNOWN), work, "a test")
 
-    found(*ONCE_MS)
+    assert found(*ONCE_MS) != found(COMPUTE) == Slowdowns({})
     assert made == list(ONCE_MS)
-    alone, lanes = found(COMPUTE)
-    assert (alone, lanes.runs) == (Slowdowns({}), [])
 
 
 def slowed_on_one(rank: int, world_size: int) -> Mapping[tuple[Lane, Lane], float]:
@@ -161,15 +158,11 @@ def test_the_rank_that_is_slowed_most_counts_on_all_of_them(tmp_path: Path) -> N
 # ---- as the planner knows it
 
 
-def test_the_planner_is_told_how_much_longer_each_kind_of_task_takes() -> None:
+def test_the_planner_is_told_how_much_longer_each_kind_of_task_takes_and_what_two_lanes_do_at_once() -> None:
     expected = {"links": (0.5 + 0.25) / 2, "compute": (0.4 + 0.05) / 2, "traffic": (0.1 + 0.75) / 2}
     assert asdict(Slowdowns(KNOWN).contention()) == pytest.approx(expected)
     of_one_link = Slowdowns({pair: factor for pair, factor in KNOWN.items() if INTER not in pair})
     assert asdict(of_one_link.contention()) == pytest.approx({"links": 0.0, "compute": 0.05, "traffic": 0.75})
-    assert Slowdowns({}).contention() == Contention()
-
-
-def test_what_two_lanes_do_at_once_is_the_sum_of_what_each_still_does() -> None:
     assert Slowdowns(KNOWN).overlap_gains() == {
         (COMPUTE, INTRA): pytest.approx(1 / 1.05 + 1 / 1.75),
         (COMPUTE, INTER): pytest.approx(1 / 1.4 + 1 / 1.1),

@@ -44,17 +44,8 @@ def recompute(engine: Any, model: SmallModel, rank: int, reentrant: bool) -> lis
     return [loss, x_BLM.grad, *gradients(model)]
 
 
-def few_tokens(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
-    x_BLM, target_BLM = batch(0, rank, torch.float32)
-    # Stock wants at least min_capacity tokens at k = 1, so both get as many as that.
-    loss, y_BLM = engine(x_BLM[:1, :4], target_BLM[:1, :4])
-    engine.backward(loss)
-    return [loss, y_BLM, *gradients(model)]
-
-
-def strided_input(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
-    x_BLM, target_BLM = batch(0, rank, torch.float32)
-    loss, y_BLM = engine(x_BLM.transpose(0, 1), target_BLM.transpose(0, 1))
+def on_tokens(engine: Any, model: SmallModel, rank: int, change: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    loss, y_BLM = engine(*map(change, batch(0, rank, torch.float32)))
     engine.backward(loss)
     return [loss, y_BLM, *gradients(model)]
 
@@ -64,8 +55,9 @@ USES: dict[str, Use] = {
     "two forwards before the backward": two_forwards_before_the_backward,
     "reentrant recomputation": lambda *args: recompute(*args, reentrant=True),
     "recomputation": lambda *args: recompute(*args, reentrant=False),
-    "few tokens": few_tokens,
-    "strided input": strided_input,
+    # Stock wants at least min_capacity tokens at k = 1, so both get as many as that.
+    "few tokens": lambda *args: on_tokens(*args, lambda x_BLM: x_BLM[:1, :4]),
+    "strided input": lambda *args: on_tokens(*args, lambda x_BLM: x_BLM.transpose(0, 1)),
 }
 
 
