@@ -134,11 +134,10 @@ def test_nvidia_smi_is_asked_but_not_waited_for(
 def fingerprints(rank: int, world_size: int, root: str) -> list[dict[str, Any]]:
     socket.gethostname = lambda: f"node{rank // 2}"
     torch.set_num_threads(1 + rank // 2)
-    cpu = torch.device("cpu")
-    found = cluster_fingerprint(cpu, find_topology(), Path(root))
-    overridden = cluster_fingerprint(cpu, topology_of_size(3, 3), Path(root))
+    of = [find_topology(), topology_of_size(3, 3)]
+    found = [cluster_fingerprint(torch.device("cpu"), each, Path(root)) for each in of]
     fingerprint.link_lines = lambda *_, **__: [f"eth{rank // 2}: physical"]
-    return [found, overridden, cluster_fingerprint(cpu, find_topology(), Path(root))]
+    return [*found, cluster_fingerprint(torch.device("cpu"), of[0], Path(root))]
 
 
 def test_a_fingerprint_is_the_same_on_every_rank_and_tells_clusters_apart(host: Path, tmp_path: Path) -> None:
@@ -148,14 +147,17 @@ def test_a_fingerprint_is_the_same_on_every_rank_and_tells_clusters_apart(host: 
     assert seen[0] == seen[1] == seen[2]
     found, overridden, other_links = seen[0]
     assert json.loads(json.dumps(found)) == found
-    assert found["hosts"] == {"0-1": "node0", "2": "node1"}
-    assert found["nodes"] == {"0-1": "0", "2": "1"}
-    assert found["ranks_per_node"] == [2, 1]
-    assert found["devices"] == {"0-2": "Abacus 7"}
-    assert found["threads"] == {"0-1": "1", "2": "2"}
-    assert found["backend"] == "gloo"
+    expected = {
+        "hosts": {"0-1": "node0", "2": "node1"},
+        "nodes": {"0-1": "0", "2": "1"},
+        "ranks_per_node": [2, 1],
+        "devices": {"0-2": "Abacus 7"},
+        "threads": {"0-1": "1", "2": "2"},
+        "backend": "gloo",
+        "links": dict.fromkeys(("node0", "node1"), link_lines(host)),
+    }
+    assert {name: found[name] for name in expected} == expected
     assert found["versions"]["torch"] == torch.__version__
-    assert found["links"] == dict.fromkeys(("node0", "node1"), link_lines(host))
     assert {key for key in found if found[key] != overridden[key]} == {"nodes", "ranks_per_node"}
     assert {key for key in found if found[key] != other_links[key]} == {"links"}
     assert other_links["links"]["node1"] == ["eth1: physical"]
