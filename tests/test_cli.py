@@ -52,14 +52,6 @@ def test_env_fails_on_a_version_out_of_range_and_not_on_what_is_missing(capsys, 
     assert rows_of(capsys.readouterr().out)["torch"][:3] == ["not", "installed", "[NO]"]
 
 
-def test_env_is_in_colour_on_a_terminal_unless_that_is_not_wanted(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    for no_color, is_in_colour in (("", True), ("1", False)):
-        monkeypatch.setenv("NO_COLOR", no_color)
-        cli.main(["env", "--brief"])
-        assert ("\033[92m[OKAY]\033[0m" in capsys.readouterr().out) == is_in_colour
-
-
 def test_env_says_what_it_knows_before_it_waits_for_deepspeeds_own_report(capsys, monkeypatch) -> None:
     before = []
 

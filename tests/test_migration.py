@@ -16,6 +16,7 @@ import torch
 from ds_fsmoe.config.reading import read_block
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.scripts import ROOT, on_ranks
 
 EXAMPLES = ROOT / "examples" / "migration"
@@ -79,7 +80,7 @@ def test_torchrun_takes_the_command_in_place_of_megatrons() -> None:
     assert get_args_parser().parse_args(words).training_script == "ds_fsmoe.run"
 
 
-@pytest.mark.parametrize(("name", "rel"), [("DeepSpeed-MoE", 0.0), ("AutoEP", 1e-5), ("Tutel", None)])
+@sampled(("name", "rel"), [("DeepSpeed-MoE", 0.0), ("AutoEP", 1e-5), ("Tutel", None)])
 def test_a_script_trains_as_it_did_before_where_what_it_used_is_there(
     name: str, rel: float | None, tmp_path: Path
 ) -> None:
