@@ -33,7 +33,9 @@ def written(folder: Path) -> MeasurementCache:
 
 
 def some() -> Measurements:
-    return Measurements({"gemm [3, 5]": TIMING}, {"host ms per task": 1 / 7, "draws": 0.0})
+    """Of a CPU and of a GPU, whose host is timed as well."""
+    on_gpu = replace(TIMING, issued_ms=(0.1, 1 / 3, 0.3, 0.2))
+    return Measurements({"gemm [3, 5]": TIMING, "b": on_gpu}, {"host ms per task": 1 / 7, "draws": 0.0})
 
 
 @pytest.fixture
@@ -56,6 +58,7 @@ def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file_for_all
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert said == []
     assert '    "sizes": [3.0, 5.0, 7.0, 11.0],' in path.read_text().splitlines()
+    assert path.read_text().count("issued_ms") == 1
     # As anybody's file: not for the one who wrote it alone.
     umask = os.umask(0)
     os.umask(umask)
@@ -71,18 +74,6 @@ def test_names_of_before_in_what_is_kept_are_read_as_todays(tmp_path: Path) -> N
     assert cache.read(FINGERPRINT) == measurements
 
 
-def test_what_the_host_needed_is_kept_with_what_the_device_took(tmp_path: Path, said: list[str]) -> None:
-    cache, issued_ms = MeasurementCache(tmp_path), (0.1, 1 / 3, 0.3, 0.2)
-    on_gpu = Measurements({"a": TIMING, "b": replace(TIMING, issued_ms=issued_ms)}, {})
-    cache.write(FINGERPRINT, on_gpu, CLUSTER)
-    assert cache.read(FINGERPRINT) == on_gpu
-    path = cache.file_of(FINGERPRINT)
-    assert path.read_text().count("issued_ms") == 1
-    path.write_text(path.read_text().replace(str(list(issued_ms)), "[0.1]"))
-    assert cache.read(FINGERPRINT) is None
-    assert "has 1 times of the host for 4 sizes of b" in said[0]
-
-
 def test_other_clusters_have_other_files_in_any_order_and_newer_measurements_win(tmp_path: Path) -> None:
     cache, turned = written(tmp_path), dict(reversed(FINGERPRINT.items()))
     assert cache.file_of(turned) == cache.file_of(FINGERPRINT)
@@ -90,7 +81,8 @@ def test_other_clusters_have_other_files_in_any_order_and_newer_measurements_win
     assert cache.read(FINGERPRINT | {"ranks_per_node": [1, 2]}) is None
     newer = Timing("byte", (3.0, 5.0, 7.0), (1.0, 2.0, 3.0))
     cache.write(FINGERPRINT, Measurements({"other": newer, "gemm [3, 5]": newer}, {"draws": 1.0}), CLUSTER)
-    found = Measurements({"gemm [3, 5]": newer, "other": newer}, {"draws": 1.0, "host ms per task": 1 / 7})
+    before = some()
+    found = Measurements(before.timings | {"gemm [3, 5]": newer, "other": newer}, before.numbers | {"draws": 1.0})
     assert cache.read(FINGERPRINT) == found, "those for other layers stay"
 
 
@@ -125,6 +117,7 @@ CHANGES: list[tuple[Callable[[dict], None], str]] = [
     (changed_at(4.0, *AT, "sizes", 0), ""),
     (changed_at(6.0, *AT, "sizes", 0), "has sizes of gemm [3, 5] that do not increase: [6.0, 5.0, 7.0, 11.0]"),
     (changed_at([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a measurements file: ValueError: fit: 4"),
+    (changed_at([0.1], "measured", "timings", "b", "issued_ms"), "has 1 times of the host for 4 sizes of b"),
     (changed_at(None, "measured", "numbers", "draws"), "has None in draws: must be a finite number"),
 ]
 
