@@ -139,7 +139,6 @@ def tune_and_keep(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     (forward, backward), *_ = runs["cut"].degrees
     by_hand = {"pipeline_degree": {"forward": forward, "backward": backward}}
     runs["by hand"] = train(rank, by_hand)
-    runs["tutel"] = train(rank, tuned(kept, schedule="tutel"))
     runs["fixed"] = train(rank, tuned(kept, pipeline_degree={"forward": 5, "backward": "auto"}))
     runs["chosen"] = train_as_chosen(rank, kept)
     return runs
@@ -180,7 +179,6 @@ def test_training_with_degrees_found_is_training_with_them_given_by_hand_to_the_
         assert all(degree > 1 for pair in found.degrees for degree in pair)
         assert len(found.numbers) > 2 * STEPS
         assert all(torch.equal(a, b) for a, b in zip(found.numbers, given.numbers, strict=True))
-        assert all(forward == backward > 1 for forward, backward in each["tutel"].degrees), "one degree, by its name"
     assert runs[0]["cut"].plans == runs[1]["cut"].plans
 
 
