@@ -139,63 +139,39 @@ def test_the_demo_ends_a_launch_over_its_time_limit_with_all_its_ranks(stand_in,
 
 # ---- its input
 
-CONFIG = ROOT / "ds_configs" / "gpt_moe_small.json"
-
-
-def refused(capsys, *arguments: str) -> str:
-    """The sentence with which the command line is refused."""
-    with pytest.raises(SystemExit) as caught:
-        parse_arguments([*arguments])
-    assert caught.value.code == 2
-    return capsys.readouterr().err.splitlines()[-1].split("error: ")[-1]
-
 
 def with_config(*arguments: str) -> list[str]:
-    return ["--deepspeed_config", str(CONFIG), *arguments]
+    return ["--deepspeed_config", str(ROOT / "ds_configs" / "gpt_moe_small.json"), *arguments]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "arguments", "sentence"),
+    ("world_size", "arguments", "content", "sentence"),
     [
-        (2, ["--num-experts", "5"], "--num-experts 5 is not divisible by --ep-size 2"),
-        (3, ["--ep-size", "2"], "--ep-size 2 does not divide the 3 ranks"),
-        (1, ["--width", "30", "--heads", "4"], "--width 30 is not divisible by --heads 4"),
-        (1, ["--k", "9"], "--k 9: there are only 8 experts (--num-experts)"),
-        (1, ["--ep-size", "0"], "--ep-size 0: must be at least 1"),
-        (1, ["--text", "absent.txt"], "--text absent.txt: cannot be read: No such file or directory"),
+        (2, "--num-experts 5", None, "--num-experts 5 is not divisible by --ep-size 2"),
+        (3, "--ep-size 2", None, "--ep-size 2 does not divide the 3 ranks"),
+        (1, "--width 30 --heads 4", None, "--width 30 is not divisible by --heads 4"),
+        (1, "--k 9", None, "--k 9: there are only 8 experts (--num-experts)"),
+        (1, "--ep-size 0", None, "--ep-size 0: must be at least 1"),
+        (1, "--text FILE", None, "--text FILE: cannot be read: No such file or directory"),
+        (1, "--text FILE", "", "--text FILE: the file is empty"),
+        (1, "--text FILE --seq-len 128", 1289 * "a", "--text FILE has 1289 bytes: too short for sequences of 128"),
+        (1, "--deepspeed_config FILE", None, "--deepspeed_config FILE: no such file"),
+        (1, "--deepspeed_config FILE", "{bad", "--deepspeed_config FILE: cannot be read as JSON: "),
+        (1, "--deepspeed_config FILE", "[1]", "--deepspeed_config FILE: must hold a JSON object"),
     ],
 )
-def test_a_wrong_size_is_one_sentence(world_size, arguments, sentence, capsys, monkeypatch) -> None:
+def test_what_is_wrong_with_its_input_is_one_sentence(
+    world_size: int, arguments: str, content: str | None, sentence: str, capsys, monkeypatch, tmp_path
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    assert refused(capsys, *with_config(*arguments)) == sentence
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [(None, "no such file"), ("{bad", "cannot be read as JSON: "), ("[1]", "must hold a JSON object")],
-)
-def test_a_config_that_is_not_there_or_no_json_object_is_one_sentence(content, sentence: str, tmp_path, capsys) -> None:
-    file = tmp_path / "bad.json"
+    file = tmp_path / "file"
     if content is not None:
         file.write_text(content)
     with pytest.raises(SystemExit) as caught:
-        read_config(parse_arguments(["--deepspeed_config", str(file), "--moe", "fsmoe"]))
-    said = f"{caught.value.code}{capsys.readouterr().err}"
-    assert f"error: --deepspeed_config {file}: {sentence}" in said
-    assert refused(capsys).startswith("--deepspeed_config FILE is needed")
-
-
-def test_a_text_shorter_than_a_sequence_says_how_many_bytes_are_needed(capsys, tmp_path) -> None:
-    file = tmp_path / "short.txt"
-    words = with_config("--text", str(file), "--seq-len", "128")
-    file.touch()
-    assert refused(capsys, *words) == f"--text {file}: the file is empty"
-    file.write_text("a" * 1289)
-    sentence = refused(capsys, *words)
-    assert "has 1289 bytes: too short for sequences of 128" in sentence
-    assert "1290 bytes are needed" in sentence
-    file.write_text("a" * 1290)
-    assert len(parse_arguments(words).loaded_text.validation_L) == 129
+        read_config(parse_arguments(with_config(*arguments.replace("FILE", str(file)).split(), "--moe", "fsmoe")))
+    code = caught.value.code
+    said = code if isinstance(code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert said.split("error: ", 1)[1].startswith(sentence.replace("FILE", str(file)))
 
 
 def test_one_flag_turns_our_layers_on_and_off_and_without_it_the_config_decides(tmp_path) -> None:
