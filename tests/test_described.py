@@ -32,35 +32,33 @@ def topk(factor: float, drops: bool = True) -> TopKGate:
     return TopKGate(8, 4, k=2, capacity_factor=factor, drop_tokens=drops)
 
 
+EMPTY = "padded: at least 20% of the slots are empty; "
+BY_HAND = f'{EMPTY}"dispatch": "unpadded" does not send these'
+
+
 def test_slots_that_stay_empty_are_named_with_the_word_that_sends_none_of_them() -> None:
-    hint = 'padded: at least 20% of the slots are empty; "dispatch": "unpadded" does not send these'
-    assert said(topk(1.25)) == said(topk(2.0), topk(1.25)) == hint
+    assert said(topk(1.25)) == said(topk(2.0), topk(1.25)) == BY_HAND
     for factor in (0.5, 1.0, 1.1):
         assert said(topk(factor)) == said(topk(factor), topk(1.25)) == "padded", "all may be taken"
-
-
-def test_what_was_asked_for_or_has_no_rows_is_only_named() -> None:
-    assert said(topk(1.25), dispatch="padded") == "padded"
-    assert said(topk(1.25), dispatch="unpadded") == "unpadded"
+    # What was asked for or has no rows is only named.
+    for dispatch in ("padded", "unpadded"):
+        assert said(topk(1.25), dispatch=dispatch) == dispatch
     assert said(topk(1.25, drops=False)) == "unpadded"
-    assert said(ExpertChoiceGate(capacity_factor=2.0)) == "padded"
-    assert said(topk(1.25), duplicates=object()) == "padded"
+    assert said(ExpertChoiceGate(capacity_factor=2.0)) == said(topk(1.25), duplicates=object()) == "padded"
     assert said() == "auto"
 
 
 def test_what_the_autotuner_will_find_or_has_found_is_said_where_it_may_choose() -> None:
     result = SimpleNamespace(rows=[SimpleNamespace(labels=("L00",), empty_share=0.31)])
     tuner = SimpleNamespace(is_settled=False, has_chosen=False, result=result)
-    empty = "padded: at least 20% of the slots are empty; "
-    said_by_hand = f'{empty}"dispatch": "unpadded" does not send these'
-    assert said(topk(1.25), tuner=tuner) == f'{empty}the autotuner compares "unpadded", which does not send these'
-    assert said(topk(1.25), tuner=tuner, num_chunks=1) == said_by_hand
+    assert said(topk(1.25), tuner=tuner) == f'{EMPTY}the autotuner compares "unpadded", which does not send these'
+    assert said(topk(1.25), tuner=tuner, num_chunks=1) == BY_HAND
     tuner.is_settled = True
-    assert said(topk(1.25), tuner=tuner) == said_by_hand
+    assert said(topk(1.25), tuner=tuner) == BY_HAND
     tuner.has_chosen = True
-    expected = f'{empty}the autotuner found "unpadded", which does not send these, no faster'
-    assert said(topk(1.25), tuner=tuner) == expected
-    plan = SimpleNamespace(is_unpadded=True)
-    expected = "unpadded, chosen by the autotuner: 31% of the slots are empty; equal to padded to rounding"
-    assert said(topk(1.25), tuner=tuner, plan=plan) == expected
-    assert said(topk(1.25), plan=plan) == "unpadded, chosen by the autotuner: empty slots are not sent"
+    no_faster = f'{EMPTY}the autotuner found "unpadded", which does not send these, no faster'
+    assert said(topk(1.25), tuner=tuner) == no_faster
+    plan, chosen = SimpleNamespace(is_unpadded=True), "unpadded, chosen by the autotuner: "
+    share = f"{chosen}31% of the slots are empty; equal to padded to rounding"
+    assert said(topk(1.25), tuner=tuner, plan=plan) == share
+    assert said(topk(1.25), plan=plan) == f"{chosen}empty slots are not sent"

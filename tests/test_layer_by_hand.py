@@ -98,15 +98,6 @@ def test_parts_that_are_put_into_the_layer_later_are_used_in_turn_and_their_para
     assert "order.scale" in layer.state_dict()
 
 
-def test_evaluation_reaches_the_gate() -> None:
-    gate = LinearGate(k=1, capacity_factor=0.01, eval_capacity_factor=100.0, min_capacity=0)
-    layer = make_layer(gate)
-    x_SM = torch.randn(S, M)
-    rows_dropped = [int((layer.train(training)(x_SM) == 0).all(dim=1).sum()) for training in (True, False)]
-    assert rows_dropped[0] >= S - 5
-    assert rows_dropped[1] == 0
-
-
 def test_statistics_come_when_they_are_asked_for() -> None:
     x_BLM = torch.randn(2, 7, M)
     result = make_layer(LinearGate(k=3), return_stats=True)(x_BLM)
@@ -368,16 +359,6 @@ def test_a_gate_is_not_taken_from_the_layer_that_has_it() -> None:
     with pytest.raises(ValueError, match="gate"):
         make_layer(gate, num_experts=7)
     assert first.gate.wg.weight is weight
-
-
-def test_an_expert_may_return_its_bias_beside_its_output() -> None:
-    class WithBias(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return 2 * x, None
-
-    x_SM = torch.randn(17, M)
-    layer = make_layer(LinearGate(k=2, drop_tokens=False), expert_impl=WithBias())
-    torch.testing.assert_close(layer(x_SM), 2 * x_SM)
 
 
 def test_a_hook_that_loses_rows_is_found_out_and_a_mask_has_one_entry_per_token() -> None:
