@@ -268,8 +268,8 @@ def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> N
         work = [Arithmetic(schedule, device_for(lanes), (0.0, 0.1)) for schedule in schedules]
 
         def take_turns(schedules: list = schedules, work: list = work) -> None:
-            pairs = zip(schedules, work, strict=True)
-            runs = [lanes.begin(schedule, each.bodies, "a run", Log()) for schedule, each in pairs]
+            pairs = enumerate(zip(schedules, work, strict=True))
+            runs = [lanes.begin(each, case.bodies, f"run {number}", Log()) for number, (each, case) in pairs]
             for stop in (5, 5, 11, 17):
                 for run in runs:
                     run.go(stop)
