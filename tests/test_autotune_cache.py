@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -26,8 +25,17 @@ CLUSTER = Cluster("measured", 2, 1, {"gemm": Operation(LinearCost(1 / 3, 1e-10),
 TIMING = Timing("byte", (3.0, 5.0, 7.0, 11.0), (1 / 3, 0.5, 0.7, 1.1))
 
 
+def written(folder: Path) -> MeasurementCache:
+    """What is kept in a folder that has some measurements."""
+    cache = MeasurementCache(folder)
+    cache.write(FINGERPRINT, some(), CLUSTER)
+    return cache
+
+
 def some() -> Measurements:
-    return Measurements({"gemm [3, 5]": TIMING}, {"host ms per task": 1 / 7, "draws": 0.0})
+    """Of a CPU and of a GPU, whose host is timed as well."""
+    on_gpu = replace(TIMING, issued_ms=(0.1, 1 / 3, 0.3, 0.2))
+    return Measurements({"gemm [3, 5]": TIMING, "b": on_gpu}, {"host ms per task": 1 / 7, "draws": 0.0})
 
 
 @pytest.fixture
@@ -38,7 +46,9 @@ def said() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file(tmp_path: Path, said: list[str]) -> None:
+def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file_for_all(
+    tmp_path: Path, said: list[str]
+) -> None:
     cache = MeasurementCache(tmp_path / "deeper" / "still")
     assert cache.read(FINGERPRINT) is None
     cache.write(FINGERPRINT, some(), CLUSTER)
@@ -47,6 +57,12 @@ def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file(tmp_pat
     assert load_cluster(str(path)) == CLUSTER
     assert [each.name for each in path.parent.iterdir()] == [path.name]
     assert said == []
+    assert '    "sizes": [3.0, 5.0, 7.0, 11.0],' in path.read_text().splitlines()
+    assert path.read_text().count("issued_ms") == 1
+    # As anybody's file: not for the one who wrote it alone.
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
 
 
 def test_names_of_before_in_what_is_kept_are_read_as_todays(tmp_path: Path) -> None:
@@ -58,161 +74,106 @@ def test_names_of_before_in_what_is_kept_are_read_as_todays(tmp_path: Path) -> N
     assert cache.read(FINGERPRINT) == measurements
 
 
-def test_what_the_host_needed_is_kept_with_what_the_device_took(tmp_path: Path, said: list[str]) -> None:
-    cache, issued_ms = MeasurementCache(tmp_path), (0.1, 1 / 3, 0.3, 0.2)
-    on_gpu = Measurements({"a": TIMING, "b": replace(TIMING, issued_ms=issued_ms)}, {})
-    cache.write(FINGERPRINT, on_gpu, CLUSTER)
-    assert cache.read(FINGERPRINT) == on_gpu
-    path = cache.file_of(FINGERPRINT)
-    assert path.read_text().count("issued_ms") == 1
-    path.write_text(path.read_text().replace(str(list(issued_ms)), "[0.1]"))
-    assert cache.read(FINGERPRINT) is None
-    assert "has 1 times of the host for 4 sizes of b" in said[0]
-
-
-def test_the_file_is_for_people_too(tmp_path: Path) -> None:
-    cache = MeasurementCache(tmp_path)
-    cache.write(FINGERPRINT, some(), CLUSTER)
-    path = cache.file_of(FINGERPRINT)
-    lines = path.read_text().splitlines()
-    assert '    "sizes": [3.0, 5.0, 7.0, 11.0],' in lines
-    assert '   "ranks_per_node": [2, 1],' in lines
-    # As anybody's file: not for the one who wrote it alone.
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-
-
-def test_other_clusters_have_other_files_whatever_the_order_of_what_they_are_known_by(tmp_path: Path) -> None:
-    cache = MeasurementCache(tmp_path)
-    turned = dict(reversed(FINGERPRINT.items()))
+def test_other_clusters_have_other_files_in_any_order_and_newer_measurements_win(tmp_path: Path) -> None:
+    cache, turned = written(tmp_path), dict(reversed(FINGERPRINT.items()))
     assert cache.file_of(turned) == cache.file_of(FINGERPRINT)
-    cache.write(FINGERPRINT, some(), CLUSTER)
     assert cache.read(turned) == some()
     assert cache.read(FINGERPRINT | {"ranks_per_node": [1, 2]}) is None
-
-
-def test_measurements_for_other_layers_stay_and_newer_ones_win(tmp_path: Path) -> None:
-    cache = MeasurementCache(tmp_path)
-    cache.write(FINGERPRINT, some(), CLUSTER)
     newer = Timing("byte", (3.0, 5.0, 7.0), (1.0, 2.0, 3.0))
     cache.write(FINGERPRINT, Measurements({"other": newer, "gemm [3, 5]": newer}, {"draws": 1.0}), CLUSTER)
-    found = cache.read(FINGERPRINT)
-    assert found == Measurements({"gemm [3, 5]": newer, "other": newer}, {"draws": 1.0, "host ms per task": 1 / 7})
+    before = some()
+    found = Measurements(before.timings | {"gemm [3, 5]": newer, "other": newer}, before.numbers | {"draws": 1.0})
+    assert cache.read(FINGERPRINT) == found, "those for other layers stay"
 
 
-def without(*path: str) -> Callable[[dict], None]:
+GONE = object()
+
+
+def changed_at(value: Any, *path: Any) -> Callable[[dict], None]:
     def change(data: dict) -> None:
         for key in path[:-1]:
             data = data[key]
-        del data[path[-1]]
-
-    return change
-
-
-def with_value(value: Any, *path: Any) -> Callable[[dict], None]:
-    def change(data: dict) -> None:
-        for key in path[:-1]:
-            data = data[key]
-        data[path[-1]] = value
+        if value is GONE:
+            del data[path[-1]]
+        else:
+            data[path[-1]] = value
 
     return change
 
 
 AT = ("measured", "timings", "gemm [3, 5]")
-CHANGES: dict[str, tuple[Callable[[dict], None], str]] = {
-    "format": (with_value(1, "measured", "format"), "has format 1, and this version reads 2"),
-    "future": (with_value("3", "measured", "format"), "has format '3', and this version reads 2"),
-    "other": (with_value("x", "measured", "fingerprint", "hosts"), "is from another cluster: it differs in hosts"),
-    "fewer": (without("measured", "fingerprint", "links"), "is from another cluster: it differs in links"),
-    "more": (with_value(1, "measured", "fingerprint", "new"), "is from another cluster: it differs in new"),
-    "listed": (with_value([1], "measured", "fingerprint"), "is not a measurements file: AttributeError"),
-    "unmeasured": (without("measured"), "is not a measurements file: KeyError: 'measured'"),
-    "no timings": (without("measured", "timings"), "is not a measurements file: KeyError: 'timings'"),
-    "no unit": (without(*AT, "unit"), "is not a measurements file: KeyError: 'unit'"),
-    "odd unit": (with_value(3, *AT, "unit"), "has the unknown unit 3 for gemm [3, 5]"),
-    "negative": (with_value(-0.5, *AT, "times_ms", 1), "has -0.5 in gemm [3, 5]: must be a finite number of at"),
-    "NaN": (with_value(float("nan"), *AT, "times_ms", 1), "has nan in gemm [3, 5]: must be a finite number"),
-    "endless": (with_value(float("inf"), *AT, "sizes", 3), "has inf in gemm [3, 5]: must be a finite number"),
-    "huge": (with_value(10**400, *AT, "times_ms", 0), "in gemm [3, 5]: must be a finite number of at least 0"),
-    "true": (with_value(True, *AT, "times_ms", 0), "has True in gemm [3, 5]: must be a finite number"),
-    "words": (with_value("0.5", *AT, "times_ms", 0), "has '0.5' in gemm [3, 5]: must be a finite number"),
-    "shrinking": (with_value(4.0, *AT, "sizes", 0), ""),
-    "falling": (with_value(6.0, *AT, "sizes", 0),
-                "has sizes of gemm [3, 5] that do not increase: [6.0, 5.0, 7.0, 11.0]"),
-    "fewer times": (with_value([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a measurements file: ValueError: fit: 4"),
-    "too few": (lambda data: data["measured"]["timings"].update({"gemm [3, 5]": {"unit": "byte", "sizes": [1, 2],
-                "times_ms": [1, 2]}}), "is not a measurements file: ValueError: fit: 2 sizes and 2 times"),
-    "bad number": (with_value(None, "measured", "numbers", "draws"), "has None in draws: must be a finite number"),
-    "a list": (with_value([], "measured", "numbers"), "is not a measurements file: AttributeError"),
-}  # fmt: skip
+CHANGES: list[tuple[Callable[[dict], None], str]] = [
+    (changed_at("3", "measured", "format"), "has format '3', and this version reads 2"),
+    (changed_at("x", "measured", "fingerprint", "hosts"), "is from another cluster: it differs in hosts"),
+    (changed_at(GONE, "measured", "fingerprint", "links"), "is from another cluster: it differs in links"),
+    (changed_at(1, "measured", "fingerprint", "new"), "is from another cluster: it differs in new"),
+    (changed_at([1], "measured", "fingerprint"), "is not a measurements file: AttributeError"),
+    (changed_at(GONE, "measured", "timings"), "is not a measurements file: KeyError: 'timings'"),
+    (changed_at(3, *AT, "unit"), "has the unknown unit 3 for gemm [3, 5]"),
+    (changed_at(-0.5, *AT, "times_ms", 1), "has -0.5 in gemm [3, 5]: must be a finite number of at"),
+    (changed_at(float("nan"), *AT, "times_ms", 1), "has nan in gemm [3, 5]: must be a finite number"),
+    (changed_at(10**400, *AT, "times_ms", 0), "in gemm [3, 5]: must be a finite number of at least 0"),
+    (changed_at(True, *AT, "times_ms", 0), "has True in gemm [3, 5]: must be a finite number"),
+    (changed_at(4.0, *AT, "sizes", 0), ""),
+    (changed_at(6.0, *AT, "sizes", 0), "has sizes of gemm [3, 5] that do not increase: [6.0, 5.0, 7.0, 11.0]"),
+    (changed_at([1.0, 2.0, 3.0], *AT, "times_ms"), "is not a measurements file: ValueError: fit: 4"),
+    (changed_at([0.1], "measured", "timings", "b", "issued_ms"), "has 1 times of the host for 4 sizes of b"),
+    (changed_at(None, "measured", "numbers", "draws"), "has None in draws: must be a finite number"),
+]
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_file_that_was_changed_is_named_with_why_and_not_trusted(tmp_path: Path, said: list[str], name: str) -> None:
-    cache = MeasurementCache(tmp_path)
-    cache.write(FINGERPRINT, some(), CLUSTER)
+@pytest.mark.parametrize(("change", "why"), CHANGES)
+def test_a_file_that_was_changed_is_named_with_why_and_not_trusted(
+    tmp_path: Path, said: list[str], change: Callable[[dict], None], why: str
+) -> None:
+    cache = written(tmp_path)
     path = cache.file_of(FINGERPRINT)
     data = json.loads(path.read_text())
-    change, why = CHANGES[name]
-    changed = copy.deepcopy(data)
-    change(changed)
-    assert changed != data
-    path.write_text(json.dumps(changed))
+    change(data)
+    path.write_text(json.dumps(data))
     found = cache.read(FINGERPRINT)
     if not why:  # such numbers may well have been measured
-        assert found is not None
-        assert found != some()
+        assert found not in (None, some())
         assert said == []
         return
     assert found is None
-    assert len(said) == 1
-    assert said[0].startswith(f"WARNING: fsmoe.autotune.cache_dir: {path} ")
-    assert why in said[0]
-    assert said[0].endswith("; measuring again")
+    (line,) = said
+    assert line.startswith(f"WARNING: fsmoe.autotune.cache_dir: {path} ")
+    assert why in line
+    assert line.endswith("; measuring again")
     # Nothing of it is taken over when it is written anew.
     cache.write(FINGERPRINT, Measurements({}, {"new": 1.0}), CLUSTER)
     assert cache.read(FINGERPRINT) == Measurements({}, {"new": 1.0})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"measured": 3}', "[" * 100_000, b"\xff\xfe", "cut"])
-def test_a_file_that_is_cut_off_or_no_json_is_named_and_not_trusted(
+@pytest.mark.parametrize("text", ["", "null", '{"measured": 3}', "[" * 100_000, b"\xff\xfe", "cut", "folder"])
+def test_what_is_cut_off_no_json_or_no_file_is_named_and_not_trusted(
     tmp_path: Path, said: list[str], text: str | bytes
 ) -> None:
-    cache = MeasurementCache(tmp_path)
-    cache.write(FINGERPRINT, some(), CLUSTER)
+    cache = written(tmp_path)
     path = cache.file_of(FINGERPRINT)
     whole = path.read_bytes()
-    path.write_bytes(whole[:-40] if text == "cut" else text if isinstance(text, bytes) else text.encode())
+    if text == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.write_bytes(whole[:-40] if text == "cut" else text if isinstance(text, bytes) else text.encode())
     assert cache.read(FINGERPRINT) is None
-    assert len(said) == 1
-    assert str(path) in said[0]
-    cache.write(FINGERPRINT, some(), CLUSTER)
-    assert path.read_bytes() == whole
-
-
-def test_a_folder_in_the_place_of_the_file_is_named(tmp_path: Path, said: list[str]) -> None:
-    cache = MeasurementCache(tmp_path)
-    cache.file_of(FINGERPRINT).mkdir()
-    assert cache.read(FINGERPRINT) is None
-    assert "cannot be read: " in said[0]
-
-
-def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list[str]) -> None:
-    (tmp_path / "file").write_text("in the way")
-    cache = MeasurementCache(tmp_path / "file" / "kept")
-    assert cache.read(FINGERPRINT) is None
-    for _ in range(3):
+    (line,) = said
+    assert str(path) in line
+    if text != "folder":
         cache.write(FINGERPRINT, some(), CLUSTER)
-    assert len(said) == 1
-    assert f"cannot write to {tmp_path / 'file' / 'kept'}, so the next run measures again: " in said[0]
+        assert path.read_bytes() == whole
 
 
-def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(
+def test_a_folder_that_cannot_be_written_or_a_full_disk_is_said_once_and_leaves_what_was_there(
     tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = MeasurementCache(tmp_path)
-    cache.write(FINGERPRINT, some(), CLUSTER)
+    (tmp_path / "file").write_text("in the way")
+    blocked = MeasurementCache(tmp_path / "file" / "kept")
+    for _ in range(3):
+        blocked.write(FINGERPRINT, some(), CLUSTER)
+    cache = written(tmp_path / "kept")
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -222,6 +183,7 @@ def test_a_disk_that_is_full_leaves_what_was_there_and_no_litter(
             patched.setattr(os, name, full)
             cache.write(FINGERPRINT, Measurements({}, {"new": 1.0}), CLUSTER)
     assert cache.read(FINGERPRINT) == some()
-    assert [each.name for each in tmp_path.iterdir()] == [cache.file_of(FINGERPRINT).name]
-    assert len(said) == 1
-    assert "No space left on device" in said[0]
+    assert [each.name for each in (tmp_path / "kept").iterdir()] == [cache.file_of(FINGERPRINT).name]
+    of_blocked, of_full = said
+    assert f"cannot write to {tmp_path / 'file' / 'kept'}, so the next run measures again: " in of_blocked
+    assert "No space left on device" in of_full

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from deepspeed.moe.experts import Experts
 from torch import nn
 
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import draw
 from tests.small_model import EXPERT_WIDTH, WIDTH, Case, SmallModel, batch
@@ -33,14 +35,6 @@ def looks(model: SmallModel, layer: nn.Module, seen: list) -> None:
 
 def changes_rows(model: SmallModel, layer: nn.Module, seen: list) -> None:
     layer.experts.register_forward_pre_hook(lambda module, args: (args[0] + 0.25 * args[0].mean(dim=2, keepdim=True),))
-
-
-def writes_into_rows(model: SmallModel, layer: nn.Module, seen: list) -> None:
-    layer.experts.register_forward_pre_hook(lambda module, args: (args[0].mul_(1.5),))
-
-
-def changes_results(model: SmallModel, layer: nn.Module, seen: list) -> None:
-    layer.experts.register_forward_hook(lambda module, args, out: out + torch.tanh(args[0]))
 
 
 def changes_gradients(model: SmallModel, layer: nn.Module, seen: list) -> None:
@@ -69,7 +63,7 @@ def cuts_the_graph(model: SmallModel, layer: nn.Module, seen: list) -> None:
 def on_one_rank_alone(model: SmallModel, layer: nn.Module, seen: list) -> None:
     if torch.distributed.get_rank() == 1:
         looks(model, layer, seen)
-        changes_results(model, layer, seen)
+        layer.experts.register_forward_hook(lambda module, args, out: out + torch.tanh(args[0]))
 
 
 def own_forward_on_the_object(model: SmallModel, layer: nn.Module, seen: list) -> None:
@@ -110,7 +104,7 @@ def another_module(model: SmallModel, layer: nn.Module, seen: list) -> None:
 
 
 HOOKS = [
-    *(looks, changes_rows, writes_into_rows, changes_results, changes_gradients, takes_parameters_from_elsewhere),
+    *(looks, changes_rows, changes_gradients, takes_parameters_from_elsewhere),
     *(keeps_results_for_the_loss, cuts_the_graph, on_one_rank_alone, own_forward_on_the_object),
 ]
 CLASSES = [subclass, another_module]
@@ -129,10 +123,8 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
 
     import ds_fsmoe
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     case = Case(ep_size=2, stage=1, k=2)
     model, seen = SmallModel(case, rank), []
     layer = model.moes[1].deepspeed_moe
@@ -154,36 +146,32 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
         note(seen, engine(*batch(7, rank, torch.float32))[0])
     note(seen, *model.parameters())
     if block is not None:
-        degrees = [(each.forward.block.degree, each.backward.block.degree) for each in (layer.pipeline,)]
-        said.append(f"degrees {degrees} {engine.fsmoe.chosen()['num_chunks']}")
+        said.lines.append(f"degrees {layer.pipeline.degrees} {engine.fsmoe.chosen()['num_chunks']}")
     engine.destroy()
-    logging.getLogger("ds_fsmoe").removeHandler(handler)
-    return seen, said
+    logging.getLogger("ds_fsmoe").removeHandler(said)
+    return seen, said.lines
 
 
-def alike(one: list, other: list) -> bool:
-    if len(one) != len(other) or any(len(a) != len(b) for a, b in zip(one, other, strict=True)):
+def alike(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+    """Whether as many tensors were seen each time, of the same numbers."""
+    if [len(each) for each in one] != [len(each) for each in other]:
         return False
-    pairs = ((a, b) for as_, bs in zip(one, other, strict=True) for a, b in zip(as_, bs, strict=True))
+    pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
 
 
-def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> list[str]:
-    different = []
+def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> None:
     for number, (change, block) in enumerate(pairs):
-        early = change in CLASSES or number % 2 == 0
+        early, name = change in CLASSES or number % 2 == 0, f"{change.__name__}, {block}"
         expected, _ = trained(rank, None, change, early)
         seen, said = trained(rank, block, change, early)
         if block.get("recompute") and change in (looks, changes_gradients, on_one_rank_alone):
             seen, expected = seen[-5:], expected[-5:]  # hooks are called once more
-        if not alike(seen, expected):
-            different.append(f"{change.__name__}, {block}")
-        sentences = [each for each in said if "in one chunk (" in each]
-        if rank == 0 and len(sentences) != int("pipeline_degree" in block):
-            different.append(f"{change.__name__}, {block}: {sentences}")
-        if "pipeline_degree" in block and said[-1] != "degrees [(1, 1)] forward 2, backward 3; forward 1, backward 1":
-            different.append(f"{change.__name__}, {block}: {said[-1]}")
-    return different
+        assert alike(seen, expected), name
+        if "pipeline_degree" in block:
+            assert said[-1] == "degrees (1, 1) forward 2, backward 3; forward 1, backward 1", name
+        if rank == 0:
+            assert sum("in one chunk (" in each for each in said) == int("pipeline_degree" in block), name
 
 
 # A hook, or another module, with each block.
@@ -194,45 +182,39 @@ PAIRS = [(change, block) for change in (*HOOKS, *CLASSES) for block in BLOCKS]
 def test_what_is_done_to_the_experts_module_does_what_it_does_in_stock(count: int, tmp_path: Path) -> None:
     # Of these a chunked layer, or an experts module that is left out, would show the most.
     most = [(changes_gradients, CUT), (keeps_results_for_the_loss, BLOCKS[0])]
-    assert run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count)) == [[], []]
+    run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count))
+
+
+def engine_of(model: SmallModel, case: Case, block: dict[str, Any], **others: Any) -> Any:
+    import ds_fsmoe
+
+    config = case.ds_config(fsmoe={"enabled": True, **block}, **others)
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def step_of(engine: Any, number: int, rank: int) -> None:
+    engine.backward(engine(*batch(number, rank, torch.float32))[0])
+    engine.step()
 
 
 def late(rank: int, world_size: int) -> dict[str, Any]:
     """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
-    import ds_fsmoe
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     found: dict[str, Any] = {"calls": [], "degrees": []}
     case = Case(ep_size=world_size)
     model, seen = SmallModel(case, rank), []
-    config = case.ds_config(fsmoe={"enabled": True, **CUT, "debug": {"check_every": 1}})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = engine_of(model, case, CUT | {"debug": {"check_every": 1}})
     for step in range(6):
         if step == 2 and rank == world_size - 1:
             looks(model, model.moes[0].deepspeed_moe, seen)
         if step == 4:
             engine.fsmoe.recheck_chunking()
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        pipeline = model.moes[0].deepspeed_moe.pipeline
+        step_of(engine, step, rank)
         found["calls"].append(len(seen) // 2)
-        found["degrees"].append((pipeline.forward.block.degree, pipeline.backward.block.degree))
+        found["degrees"].append(model.moes[0].deepspeed_moe.pipeline.degrees)
     engine.destroy()
-    return found | {"said": [each for each in said if "recheck_chunking" in each]}
-
-
-def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again(tmp_path: Path) -> None:
-    first, second = run_on_ranks(late, 2, tmp_path / "two")
-    assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
-    assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
-    assert (first["said"], len(second["said"])) == ([], 1)
-    assert second["said"][0].startswith("moes.0: hooks on its experts module need all rows in one call")
-    (alone,) = run_on_ranks(late, 1, tmp_path / "one")
-    assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
+    return found | {"said": [each for each in said.lines if "recheck_chunking" in each]}
 
 
 class FailsOfItsOwn(nn.Module):
@@ -246,53 +228,48 @@ class FailsOfItsOwn(nn.Module):
         raise RuntimeError("the size of tensor a must be a size of its own")
 
 
-def error_of(rank: int, world_size: int) -> str:
-    """The text of the error of such a module, in its first forward."""
-    import ds_fsmoe
-
-    case = Case()
+def late_alone(rank: int, world_size: int) -> tuple[dict[str, Any], str]:
+    """The same on one rank; and what is said where an experts module fails."""
+    found, case = late(rank, world_size), Case()
     model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "autotune": False})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    inner = model.moes[0].deepspeed_moe
+    engine, inner = engine_of(model, case, {"autotune": False}), model.moes[0].deepspeed_moe
     inner.experts = FailsOfItsOwn(inner.experts.deepspeed_experts)
     with pytest.raises(RuntimeError) as caught:
         engine(*batch(0, rank, torch.float32))
-    engine.destroy()
-    return f"{type(caught.value).__name__}: {caught.value}"
+    return found, str(caught.value)
 
 
-def test_an_experts_module_that_fails_says_so_itself(tmp_path: Path) -> None:
-    """Its experts are not tried one by one, as its rows need not be theirs."""
-    assert run_on_ranks(error_of, 1, tmp_path) == ["RuntimeError: the size of tensor a must be a size of its own"]
-
-
-KINDS = "A2A_IN", "EXPERT", "A2A_OUT"
-
-
-def watched(rank: int, world_size: int, folder: str) -> list[bool]:
-    """A traced step; whether DeepSpeed finds times of a layer with hooks on its experts module."""
-    import ds_fsmoe
-
-    case = Case(ep_size=2)
+def late_and_watched(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], list[bool]]:
+    """The same; and of a step that is traced whether DeepSpeed finds times of a layer with hooks on its experts."""
+    found, case = late(rank, world_size), Case(ep_size=2)
     model = SmallModel(case, rank)
-    looks(model, model.moes[1].deepspeed_moe, [])
-    trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
-    config = case.ds_config(fsmoe={"enabled": True, "trace": trace}, wall_clock_breakdown=True)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    loss, _ = engine(*batch(0, rank, torch.float32))
-    engine.backward(loss)
-    engine.step()
     inner = model.moes[1].deepspeed_moe
+    looks(model, inner, [])
+    trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
+    engine = engine_of(model, case, {"trace": trace}, wall_clock_breakdown=True)
+    step_of(engine, 0, rank)
     engine.destroy()
-    return [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
+    return found, [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]
 
 
-def test_the_trace_and_deepspeeds_times_show_such_a_layer_as_any_other(tmp_path: Path) -> None:
-    assert run_on_ranks(watched, 2, tmp_path, str(tmp_path / "trace")) == [[True] * 3] * 2
+def test_a_hook_that_comes_late_is_called_at_once_or_when_the_ranks_have_looked_again_and_shown_as_any_other(
+    tmp_path: Path,
+) -> None:
+    (first, times), (second, _) = run_on_ranks(late_and_watched, 2, tmp_path / "two", str(tmp_path / "trace"))
+    assert first["degrees"] == second["degrees"] == [(2, 3)] * 4 + [(1, 1)] * 2
+    assert (first["calls"], second["calls"]) == ([0] * 6, [0, 0, 0, 0, 1, 2])
+    assert (first["said"], len(second["said"])) == ([], 1)
+    assert second["said"][0].startswith("moes.0: hooks on its experts module need all rows in one call")
+    ((alone, error),) = run_on_ranks(late_alone, 1, tmp_path / "one")
+    assert alone == {"calls": [0, 0, 1, 2, 3, 4], "degrees": [(2, 3)] * 2 + [(1, 1)] * 4, "said": []}
+    # Its experts are not tried one by one, as its rows need not be theirs.
+    assert error == "the size of tensor a must be a size of its own"
+
+    assert times == [True] * 3
     events = json.loads((tmp_path / "trace" / "rank0.json").read_text())["traceEvents"]
     about = [each["args"] for each in events if each["ph"] == "X"]
     tasks = [
         sorted((each["phase"], each["kind"]) for each in about if each["layer"] == label) for label in ("L00", "L01")
     ]
-    assert tasks[0] == tasks[1] == sorted((phase, kind) for phase in ("fwd", "bwd") for kind in KINDS)
+    kinds = ("A2A_IN", "EXPERT", "A2A_OUT")
+    assert tasks[0] == tasks[1] == sorted((phase, kind) for phase in ("fwd", "bwd") for kind in kinds)

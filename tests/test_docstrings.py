@@ -43,20 +43,7 @@ def test_a_module_has_a_docstring_that_is_a_sentence() -> None:
     assert {name: text for name, text in texts.items() if "." not in text} == {}
 
 
-ENTRY = re.compile(r"^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):(?= |$)")
-
-
-def arguments_in(text: str) -> set[str]:
-    """Return the names under ``Args:``."""
-    found: set[str] = set()
-    if "\nArgs:\n" not in f"\n{text}":
-        return found
-    for line in f"\n{text}".split("\nArgs:\n")[1].splitlines():
-        if line and not line.startswith(" "):
-            break
-        if match := ENTRY.match(line):
-            found |= {each.strip().lstrip("*") for each in match[1].split(",")}
-    return found
+ENTRY = re.compile(r"(?m)^ {4}(\*{0,2}\w+(?:, \*{0,2}\w+)*):(?= |$)")
 
 
 def test_arguments_in_a_docstring_are_the_functions() -> None:
@@ -64,6 +51,9 @@ def test_arguments_in_a_docstring_are_the_functions() -> None:
     for name, function, text in documented():
         of = function.args
         has = {arg.arg for arg in (*of.posonlyargs, *of.args, *of.kwonlyargs, of.vararg, of.kwarg) if arg is not None}
-        if unknown := arguments_in(text) - has:
-            wrong[name] = unknown
+        # Up to the next line that is not indented.
+        for entries in re.findall(r"(?ms)^Args:\n(.*?)(?=^\S|\Z)", text):
+            names = {each.strip(" *") for line in ENTRY.findall(entries) for each in line.split(",")}
+            if unknown := names - has:
+                wrong[name] = unknown
     assert wrong == {}

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main job, small: both kinds of layer learn the same, to the last bit.
 
-And the demo around it: what it calls the same, and what it does with a run that hangs or was not the one asked for.
+And the demo around it: what it calls the same, and what it does with a run that hangs or was not the one asked for. The
+job says what is wrong with its input in one sentence, and draws its batches reproducibly.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 import ds_fsmoe
 from ds_fsmoe.observing.clock import Clock
@@ -27,60 +28,48 @@ from tests.waiting import until
 sys.path.insert(0, str(ROOT / "examples"))
 
 import demo
+from text_data import Text, draw_batch, load_text, rank_generator
+from train import parse_arguments, read_config
 
 SMALL = [
-    "--width",
-    "26",
-    "--heads",
-    "2",
-    "--layers",
-    "2",
-    "--seq-len",
-    "31",
-    "--num-experts",
-    "4",
-    "--eval-batches",
-    "4",
+    *("--width", "26", "--heads", "2", "--layers", "2", "--seq-len", "31"),
+    *("--num-experts", "4", "--eval-batches", "4"),
 ]
 
 
-def main_job(folder: Path, start: Start, moe: str, config: str, steps: int = 25) -> dict:
+def main_job(folder: Path, start: Start, moe: str, config: str) -> dict:
     """What the main job measured."""
     metrics, checkpoints = folder / f"{moe}.json", folder / f"checkpoints_{moe}"
-    arguments = [str(ROOT / "examples/train.py"), "--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe]
-    arguments += [*SMALL, "--steps", str(steps), "--metrics", str(metrics), "--save-dir", str(checkpoints)]
-    said = start(folder, *arguments)
+    arguments = ["--deepspeed_config", str(ROOT / "ds_configs" / config), "--moe", moe, *SMALL, "--steps", "25"]
+    arguments += ["--metrics", str(metrics), "--save-dir", str(checkpoints)]
+    said = start(folder, str(ROOT / "examples/train.py"), *arguments)
     assert (f"ds_fsmoe {ds_fsmoe.__version__} is on for 2 MoE layer(s)" in said) == (moe == "fsmoe")
-    tag = (checkpoints / "latest").read_text()
-    written = {file.name for file in (checkpoints / tag).iterdir()}
+    written = {file.name for file in (checkpoints / (checkpoints / "latest").read_text()).iterdir()}
     experts = {f"layer_{layer}_expert_{e}_mp_rank_00_model_states.pt" for layer in range(2) for e in range(4)}
-    assert experts < written
-    assert "mp_rank_00_model_states.pt" in written
+    assert experts | {"mp_rank_00_model_states.pt"} <= written
     return json.loads(metrics.read_text())
 
 
-@pytest.mark.daily("examples", 1)
+@pytest.mark.daily("examples", 2)
 @START
 @pytest.mark.parametrize("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"])
 def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_path: Path) -> None:
     stock, ours = (main_job(tmp_path, start, moe, config) for moe in ("deepspeed", "fsmoe"))
-    assert len(ours["losses"]) == 25
+    assert len(ours["losses"]) == len(ours["step_times_ms"]) == 25
     # From then on plans in chunks are tried, which round otherwise.
     assert ours["losses"][:STEPS_BEFORE] == stock["losses"][:STEPS_BEFORE]
     assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-2)
     assert ours["validation_last"] == pytest.approx(stock["validation_last"], rel=1e-2)
     assert ours["validation_last"] < 0.8 * ours["validation_first"]
-    assert ours["moe"] == "ds_fsmoe, 2 layers"
+    assert (ours["moe"], stock["chosen"]) == ("ds_fsmoe, 2 layers", {})
     assert ours["chosen"]["gate"] == "topk, k = 2, capacity factor 1.25"
-    assert stock["chosen"] == {}
-    assert len(ours["step_times_ms"]) == 25
 
 
 def measured(chosen: dict[str, str], losses: tuple[float, ...] = (3.0, 2.0, 1.0, 1.0)) -> dict:
     """What the main job writes, made up."""
-    rest = {"validation_first": 5.0, "validation_last": 2.0, "step_ms": 1.0, "tokens_per_s": 1.0}
-    rest["step_times_ms"] = [1.0] * len(losses)
-    return {"moe": "layers of some kind", "losses": list(losses), "chosen": chosen, **rest}
+    times = {"step_ms": 1.0, "tokens_per_s": 1.0, "step_times_ms": [1.0] * len(losses)}
+    losses_of = {"validation_first": 5.0, "validation_last": 2.0, "losses": list(losses)}
+    return {"moe": "layers of some kind", "chosen": chosen} | times | losses_of
 
 
 def test_the_demo_calls_only_equal_finite_losses_the_same() -> None:
@@ -94,17 +83,7 @@ def test_the_demo_calls_only_equal_finite_losses_the_same() -> None:
         assert demo.compared_rows(diverged, diverged)[1] == math.inf
 
 
-def test_the_demo_records_runs_and_traces_those_that_are_long_enough(tmp_path: Path) -> None:
-    block = demo.recorded_config(tmp_path, 100)["fsmoe"]
-    assert block == {
-        "enabled": True,
-        "record": {"dir": str(tmp_path)},
-        "trace": {"enabled": True, "start_step": 94, "num_steps": 5},
-    }
-    assert "trace" not in demo.recorded_config(tmp_path, demo.FEWEST_TRACED)["fsmoe"]
-
-
-@pytest.mark.daily("examples", 1)
+@pytest.mark.daily("examples", 2)
 def test_the_demo_leaves_a_report_with_a_timeline_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RUNS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "12"])
@@ -119,23 +98,23 @@ def test_the_demo_leaves_a_report_with_a_timeline_of_both(tmp_path: Path, monkey
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Lets the demo launch a script of the test's in place of DeepSpeed's launcher."""
 
-    def put(script: str) -> None:
-        file = tmp_path / "stand_in.py"
-        file.write_text(script)
-        popen = subprocess.Popen
-        monkeypatch.setattr(subprocess, "Popen", lambda _, **settings: popen([sys.executable, str(file)], **settings))
-
+    file, popen = tmp_path / "stand_in.py", subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **settings: popen([sys.executable, str(file)], **settings))
     monkeypatch.setattr(demo, "ROOT", tmp_path)
     monkeypatch.setattr(demo, "RUNS", tmp_path)
     monkeypatch.setattr(demo, "num_ranks", lambda: 2)
-    return put
+    return file.write_text
 
 
-@pytest.mark.parametrize(("moe", "chosen"), [("fsmoe", {}), ("deepspeed", {"gate": "topk"})])
-def test_the_demo_refuses_to_compare_a_run_of_the_other_layers(moe: str, chosen: dict, stand_in, tmp_path) -> None:
-    stand_in(f"open({str(tmp_path / moe)!r} + '.json', 'w').write({json.dumps(measured(chosen))!r})")
-    with pytest.raises(SystemExit, match="trained with layers of some kind"):
-        demo.run(moe, 4)
+def test_the_demo_refuses_a_run_of_the_other_layers_and_one_that_fails(stand_in, tmp_path, capsys) -> None:
+    for moe, chosen in (("fsmoe", {}), ("deepspeed", {"gate": "topk"})):
+        stand_in(f"open({str(tmp_path / moe)!r} + '.json', 'w').write({json.dumps(measured(chosen))!r})")
+        with pytest.raises(SystemExit, match="trained with layers of some kind"):
+            demo.run(moe, 4)
+    stand_in("raise SystemExit('out of luck')")
+    with pytest.raises(SystemExit, match=r"failed \(exit status 1\)"):
+        demo.run("deepspeed", 4)
+    assert "out of luck" in capsys.readouterr().err
 
 
 def test_the_demo_ends_a_launch_over_its_time_limit_with_all_its_ranks(stand_in, tmp_path) -> None:
@@ -158,25 +137,71 @@ def test_the_demo_ends_a_launch_over_its_time_limit_with_all_its_ranks(stand_in,
         until(lambda: left.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_failed_launch_shows_its_last_lines(stand_in, capsys) -> None:
-    stand_in("raise SystemExit('out of luck')")
-    with pytest.raises(SystemExit, match=r"failed \(exit status 1\)"):
-        demo.run("deepspeed", 4)
-    assert "out of luck" in capsys.readouterr().err
+# ---- its input
+
+
+def with_config(*arguments: str) -> list[str]:
+    return ["--deepspeed_config", str(ROOT / "ds_configs" / "gpt_moe_small.json"), *arguments]
 
 
 @pytest.mark.parametrize(
-    ("listed", "ranks"),
+    ("world_size", "arguments", "content", "sentence"),
     [
-        ("NVIDIA-SMI has failed: no driver", 2),
-        ("GPU 0: one", 1),
-        ("GPU 0: one\n  MIG 1g", 1),
-        ("GPU 0: a\nGPU 1: b", 2),
+        (2, "--num-experts 5", None, "--num-experts 5 is not divisible by --ep-size 2"),
+        (3, "--ep-size 2", None, "--ep-size 2 does not divide the 3 ranks"),
+        (1, "--width 30 --heads 4", None, "--width 30 is not divisible by --heads 4"),
+        (1, "--k 9", None, "--k 9: there are only 8 experts (--num-experts)"),
+        (1, "--ep-size 0", None, "--ep-size 0: must be at least 1"),
+        (1, "--text FILE", None, "--text FILE: cannot be read: No such file or directory"),
+        (1, "--text FILE", "", "--text FILE: the file is empty"),
+        (1, "--text FILE --seq-len 128", 1289 * "a", "--text FILE has 1289 bytes: too short for sequences of 128"),
+        (1, "--deepspeed_config FILE", None, "--deepspeed_config FILE: no such file"),
+        (1, "--deepspeed_config FILE", "{bad", "--deepspeed_config FILE: cannot be read as JSON: "),
+        (1, "--deepspeed_config FILE", "[1]", "--deepspeed_config FILE: must hold a JSON object"),
     ],
 )
-def test_the_demo_takes_one_rank_only_where_there_is_one_gpu(listed: str, ranks: int, tmp_path, monkeypatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\ncat <<END\n{listed}\nEND\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert demo.num_ranks() == ranks
+def test_what_is_wrong_with_its_input_is_one_sentence(
+    world_size: int, arguments: str, content: str | None, sentence: str, capsys, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    file = tmp_path / "file"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit) as caught:
+        read_config(parse_arguments(with_config(*arguments.replace("FILE", str(file)).split(), "--moe", "fsmoe")))
+    code = caught.value.code
+    said = code if isinstance(code, str) else capsys.readouterr().err.splitlines()[-1]
+    assert said.split("error: ", 1)[1].startswith(sentence.replace("FILE", str(file)))
+
+
+def test_one_flag_turns_our_layers_on_and_off_and_without_it_the_config_decides(tmp_path) -> None:
+    for moe, enabled in (("fsmoe", True), ("deepspeed", False)):
+        assert read_config(parse_arguments(with_config("--moe", moe)))["fsmoe"]["enabled"] is enabled
+    assert read_config(parse_arguments(with_config()))["fsmoe"] == {"enabled": True}
+    (file := tmp_path / "own.json").write_text("{}")
+    assert "fsmoe" not in read_config(parse_arguments(["--deepspeed_config", str(file)]))
+    file.write_text('{"fsmoe": true}')  # left for ds_fsmoe to name
+    assert read_config(parse_arguments(["--deepspeed_config", str(file), "--moe", "fsmoe"]))["fsmoe"] is True
+
+
+def test_training_and_validation_do_not_overlap_and_the_text_of_the_standard_library_is_prose(tmp_path) -> None:
+    (tmp_path / "text").write_bytes(bytes(i % 251 for i in range(1000)))
+    text: Text = load_text(str(tmp_path / "text"), 16)
+    assert torch.cat([text.train_L, text.validation_L]).tolist() == [i % 251 for i in range(1000)]
+    assert len(text.validation_L) == 100
+    text = load_text(None, 128)
+    assert len(text.train_L) > 300_000
+    assert "the" in bytes(text.train_L.tolist()).decode(errors="ignore").split()
+
+
+def test_batches_are_reproducible_differ_between_ranks_and_a_bytes_target_is_the_next_one() -> None:
+    data_L = torch.arange(997, dtype=torch.int64) % 256
+    first, again, other = (draw_batch(data_L, 3, 7, rank_generator(1, rank))[0] for rank in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    starts = set()
+    for seed in range(50):
+        tokens_BL, targets_BL = draw_batch(torch.arange(9, dtype=torch.uint8), 2, 7, rank_generator(seed, 0))
+        assert torch.equal(targets_BL, tokens_BL + 1)
+        starts |= set(tokens_BL[:, 0].tolist())
+    assert starts == {0, 1}, "up to the last"

@@ -8,63 +8,72 @@ import torch
 from torch import nn
 
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
-from tests.expert_cases import (
-    C,
-    H,
-    M,
-    assert_gradients,
-    backward,
-    bounds,
-    by_autograd,
-    calls_modules,
-    forward,
-    make_experts,
-    rows,
+from tests import expert_cases as of
+from tests.covering import covering
+from tests.expert_cases import C, H, M, assert_gradients, backward, forward, make_experts, rows
+
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+@pytest.fixture
+def floats() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and gradients of results, in float32."""
+    return rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "keep_in_region", "recompute"),
+    covering(("gpt gelu", "mixtral", "bottleneck"), (False, True), (False, True)),
 )
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("keep_in_region", [False, True], ids=["backward after", "backward inside"])
-@pytest.mark.parametrize("name", ["gpt gelu", "mixtral", "bottleneck"])
-def test_under_autocast_results_and_gradients_are_autograd_s(name: str, keep_in_region: bool, recompute: bool) -> None:
-    experts = make_experts(name, dtype=torch.float32)
-    x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def test_under_autocast_results_and_gradients_are_autograd_s(
+    name: str, keep_in_region: bool, recompute: bool, floats: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    experts, (x_NeCM, dy_NeCM) = make_experts(name, dtype=torch.float32), floats
+    with torch.autocast(**BF16):
         leaf = x_NeCM.clone().requires_grad_()
         results = [expert(leaf[:, i]) for i, expert in enumerate(experts)]
         y_NeCM = torch.stack([each[0] if isinstance(each, tuple) else each for each in results], dim=1)
     parameters = [each for expert in experts for each in expert.parameters()]
-    expected = torch.autograd.grad(y_NeCM, [leaf, *parameters], dy_NeCM.to(y_NeCM.dtype), allow_unused=True)
+    dy_NeCM = dy_NeCM.to(y_NeCM.dtype)
+    expected = torch.autograd.grad(y_NeCM, [leaf, *parameters], dy_NeCM, allow_unused=True)
     assert name == "bottleneck" or y_NeCM.dtype is torch.bfloat16
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(**BF16):
         call = ExpertSet(experts).call(True, recompute=recompute)
-        assert calls_modules(call)
+        assert of.calls_modules(call)
         assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
         if keep_in_region:
-            dx_NeCM = call.backward(0, C, dy_NeCM.to(y_NeCM.dtype))
+            dx_NeCM = call.backward(0, C, dy_NeCM)
     if not keep_in_region:
-        dx_NeCM = call.backward(0, C, dy_NeCM.to(y_NeCM.dtype))
+        dx_NeCM = call.backward(0, C, dy_NeCM)
     for found, other in zip([dx_NeCM, *call.gradients()], expected, strict=True):
-        assert (found is None and other is None) or torch.equal(found, other)
+        assert found is other is None or torch.equal(found, other)
 
 
-def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast() -> None:
-    for name in ("gpt gelu", "bottleneck"):
-        experts = make_experts(name, dtype=torch.float32)
-        x_NeCM, dy_NeCM = rows(2, 3, C, M, dtype=torch.float32), rows(2, 3, C, M, seed=2, dtype=torch.float32)
-        y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
-        call = ExpertSet(experts).call(True, recompute=True)
-        assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(call.backward(0, C, dy_NeCM), dx_NeCM)
-        assert_gradients(call.gradients(), gradients, atol=0)
+@pytest.mark.parametrize("name", ["gpt gelu", "bottleneck"])
+def test_a_backward_inside_autocast_of_a_forward_outside_is_not_cast_and_nothing_is_recorded(
+    name: str, floats: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    experts, (x_NeCM, dy_NeCM) = make_experts(name, dtype=torch.float32), floats
+    y_NeCM, dx_NeCM, gradients = of.by_autograd(experts, x_NeCM, dy_NeCM)
+    call = ExpertSet(experts).call(True, recompute=True)
+    assert torch.equal(call.forward(0, C, x_NeCM), y_NeCM)
+    with torch.autocast(**BF16):
+        assert torch.equal(call.backward(0, C, dy_NeCM), dx_NeCM)
+    assert_gradients(call.gradients(), gradients, atol=0)
+    # Nor for a caller with grad enabled.
+    call = ExpertSet(experts).call(True)
+    y_NeCM = forward(call, x_NeCM.requires_grad_(), [6, 7])
+    dx_NeCM = backward(call, y_NeCM, [6, 7])
+    assert not any(each is not None and each.requires_grad for each in (y_NeCM, dx_NeCM, *call.gradients()))
 
 
-def test_a_call_without_backward_under_autocast_leaves_later_gradients_alone() -> None:
-    experts = make_experts("bottleneck", dtype=torch.float32)
-    layer, x_NeCM = ExpertSet(experts), rows(2, 3, C, M, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+def test_a_call_without_backward_under_autocast_leaves_later_gradients_alone(
+    floats: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    experts, (x_NeCM, _) = make_experts("bottleneck", dtype=torch.float32), floats
+    layer = ExpertSet(experts)
+    with torch.autocast(**BF16):
         forward(layer.call(False), x_NeCM, [C])
         call = layer.call(True)
         forward(call, x_NeCM, [C])
@@ -87,7 +96,7 @@ def test_dropout_with_equal_cuts_is_that_of_autograd_with_the_same_seed(recomput
     leaf = x_NeCM.clone().requires_grad_()
     chunks = [
         torch.stack([expert(leaf[:, i, start:stop]) for i, expert in enumerate(experts)], dim=1)
-        for start, stop in bounds([5, 5, 3])
+        for start, stop in of.bounds([5, 5, 3])
     ]
     expected = torch.autograd.grad(torch.cat(chunks, dim=2), [leaf, *layer.parameters], dy_NeCM)
     after = torch.rand(3)
@@ -105,22 +114,11 @@ def test_dropout_with_equal_cuts_is_that_of_autograd_with_the_same_seed(recomput
 def test_an_expert_in_eval_mode_draws_nothing_and_a_graph_is_right_there_too() -> None:
     experts = [expert.eval() for expert in dropout_experts()]
     x_NeCM, dy_NeCM = rows(2, 3, C, M), rows(2, 3, C, M, seed=2)
-    y_NeCM, dx_NeCM, gradients = by_autograd(experts, x_NeCM, dy_NeCM)
+    y_NeCM, dx_NeCM, gradients = of.by_autograd(experts, x_NeCM, dy_NeCM)
     call = ExpertSet(experts).call(True, same_chunks=False)
     torch.testing.assert_close(forward(call, x_NeCM, [6, 7]), y_NeCM, rtol=0, atol=1e-12)
     torch.testing.assert_close(backward(call, dy_NeCM, [3, 10]), dx_NeCM, rtol=0, atol=1e-12)
     assert_gradients(call.gradients(), gradients, atol=1e-12)
-
-
-def test_nothing_is_recorded_for_a_caller_with_grad_enabled() -> None:
-    for name in ("gpt gelu", "bottleneck"):
-        x_NeCM = rows(2, 3, C, M).requires_grad_()
-        call = ExpertSet(make_experts(name)).call(True)
-        y_NeCM = forward(call, x_NeCM, [6, 7])
-        dx_NeCM = backward(call, y_NeCM, [6, 7])
-        assert not y_NeCM.requires_grad
-        assert not dx_NeCM.requires_grad
-        assert not any(each is not None and each.requires_grad for each in call.gradients())
 
 
 def test_a_result_that_depends_on_nothing_has_zero_gradients_of_rows_and_none_of_weights() -> None:

@@ -71,36 +71,27 @@ def checkpointed_whole(script: Script) -> None:
     script.step()
 
 
-def differences(rank: int, world_size: int, runs: list[tuple[Run, Callable[[Script], None]]]) -> list[str]:
-    found = []
+def compare_all(rank: int, world_size: int, runs: list[tuple[Run, Callable[[Script], None]]]) -> None:
     for run, loop in runs:
         LOOPS[run.loop] = loop
-        try:
-            wrong = compare(train(run, rank), train(replace(run, mode="", block=()), rank, stock=True))
-        finally:
-            del LOOPS[run.loop]
-        found += [f"{run.name}: {each}" for each in wrong if not each.startswith("norms")]
-    return found
+        wrong = compare(train(run, rank), train(replace(run, mode="", block=()), rank, stock=True))
+        assert [each for each in wrong if not each.startswith("norms")] == [], run.name
 
 
-def check(tmp_path: Path, *loops: tuple[Callable[[Script], None], Run]) -> None:
-    runs = [
-        (replace(run, mode="dense_only", block=BY_RULE, config=NO_CLIPPING + run.config, loop=loop.__name__), loop)
-        for loop, run in loops
-    ]
-    for wrong in run_on_ranks(differences, 2, tmp_path, runs):
-        assert not wrong
+WIDE_WIRE = ("communication_data_type", "fp32")
+FUSED = ("optimizer", {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "fused": True}})
+RUNS = [
+    (changed_before_the_reduction, Run()),
+    (changed_by_hooks, Run(dtype="bf16", config=(WIDE_WIRE,))),
+    (laid_out_otherwise, Run(features=frozenset({"wanders"}), config=(FUSED,), steps=8)),
+    # A forward within the backward is no new round.
+    (checkpointed_whole, Run(features=frozenset({"sometimes"}))),
+]
 
 
 def test_what_hooks_and_scripts_do_to_gradients_counts(tmp_path: Path) -> None:
-    wide_wire = Run(dtype="bf16", config=(("communication_data_type", "fp32"),))
-    check(tmp_path, (changed_before_the_reduction, Run()), (changed_by_hooks, Run()), (changed_by_hooks, wide_wire))
-
-
-def test_gradients_have_the_layout_of_their_parameters(tmp_path: Path) -> None:
-    fused = ("optimizer", {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True, "fused": True}})
-    check(tmp_path, (laid_out_otherwise, Run(features=frozenset({"wanders"}), config=(fused,), steps=8)))
-
-
-def test_a_forward_within_the_backward_is_no_new_round(tmp_path: Path) -> None:
-    check(tmp_path, (checkpointed_whole, Run(features=frozenset({"sometimes"}))))
+    runs = [
+        (replace(run, mode="dense_only", block=BY_RULE, config=NO_CLIPPING + run.config, loop=loop.__name__), loop)
+        for loop, run in RUNS
+    ]
+    run_on_ranks(compare_all, 2, tmp_path, runs)

@@ -23,13 +23,27 @@ def part(heading: str) -> str:
     return GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
-def run(checkout: Path, command: str, marks: str = "-m 'not slow and not long'") -> str:
-    """Run a command of a guide in a checkout, with this environment's Python; return what it printed."""
+def run(checkout: Path, *commands: str, marks: str = "-m 'not slow and not long'") -> str:
+    """Run commands of a guide in a checkout, with this environment's Python; return what the last one printed."""
     environment = os.environ | {"PYTHONPATH": str(checkout), "PYTEST_ADDOPTS": marks}
-    words = [sys.executable, *command.split()[1:]]
-    done = subprocess.run(words, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}{done.stderr[-3000:]}"
+    for command in commands:
+        words = [sys.executable, *command.split()[1:]]
+        done = subprocess.run(words, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-6000:]}{done.stderr[-3000:]}"
     return done.stdout.strip()
+
+
+def put_ahead(file: Path, place: str, text: str) -> None:
+    """Write text ahead of the last place in a file."""
+    before, found, after = file.read_text().rpartition(place)
+    assert found, f"{file}: {place}"
+    file.write_text(before + text + found + after)
+
+
+def change(file: Path, old: str, new: str) -> None:
+    """Change what is once in a file."""
+    assert file.read_text().count(old) == 1, f"{file}: {old}"
+    file.write_text(file.read_text().replace(old, new))
 
 
 def commands(guide: str, number: int) -> list[str]:
@@ -51,25 +65,20 @@ def test_a_gate_is_added_as_printed(checkout: Path) -> None:
     gate, formula = (textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```(?:python)?\n(.*?)^ *```$", guide))
     (name,) = re.findall(r'@register_gate\("(\w+)"\)', gate)
     (checkout / "ds_fsmoe" / "components" / "gates" / f"{name}.py").write_text(gate)
-
-    formulas = checkout / "tests" / "gate_formulas.py"
-    before, found, after = formulas.read_text().partition("    else:\n        total = sum(")
-    assert found, "the branch is softmax"
-    formulas.write_text(before + textwrap.indent(formula, "    ") + found + after)
+    # The branch behind it is softmax.
+    branch = "    else:\n        total = sum("
+    put_ahead(checkout / "tests" / "gate_formulas.py", branch, textwrap.indent(formula, "    "))
 
     table = checkout / "docs" / "gates-and-alltoalls.md"
     row = next(line for line in table.read_text().splitlines() if line.startswith("| `switch` |"))
-    table.write_text(table.read_text().replace(row, f"{row}\n| `{name}` | a gate of the guide | none |"))
+    change(table, row, f"{row}\n| `{name}` | a gate of the guide | none |")
     configs = checkout / "ds_configs"
     text = (configs / "gate_mixtral.json").read_text()
     (configs / f"gate_{name}.json").write_text(text.replace('"mixtral"', f'"{name}"'))
-    readme = configs / "README.md"
-    row = f"| `gate_{name}.json` | the `{name}` gate |"
-    readme.write_text(readme.read_text().replace("| `gate_switch.json`", f"{row}\n| `gate_switch.json`"))
+    put_ahead(configs / "README.md", "| `gate_switch.json`", f"| `gate_{name}.json` | the `{name}` gate |\n")
 
     laws, pages = commands(guide, 2)
-    for command in (laws, "python -m tools.config_page", pages):
-        run(checkout, command)
+    run(checkout, laws, "python -m tools.config_page", pages)
 
 
 @pytest.mark.daily("guides", 1)
@@ -78,10 +87,8 @@ def test_an_all_to_all_is_added_as_printed(checkout: Path) -> None:
     (code,) = re.findall(r"(?ms)^ *```python\n(.*?)^ *```$", guide)
     (name,) = re.findall(r'@register_alltoall\("(\w+)"\)', code)
     (checkout / "ds_fsmoe" / "components" / "alltoalls" / f"{name}.py").write_text(textwrap.dedent(code))
-    page = checkout / "docs" / "gates-and-alltoalls.md"
     row = "| `alltoall` | "
-    assert page.read_text().count(row) == 1
-    page.write_text(page.read_text().replace(row, f"{row}`{name}` goes in rounds; "))
+    change(checkout / "docs" / "gates-and-alltoalls.md", row, f"{row}`{name}` goes in rounds; ")
 
     laws, measured = commands(guide, 2)
     run(checkout, laws)
@@ -93,62 +100,45 @@ def test_an_all_to_all_is_added_as_printed(checkout: Path) -> None:
 
 STAGES = '"A2A_IN inter, SPREAD intra inner, EXPERT'
 PLACES = [
-    ("ds_fsmoe/planning/schedule.py", 'SPREAD = "SPREAD"\n', 0),
-    ("ds_fsmoe/planning/workload.py", "        behind = sends(COLLECT, intra", 8),
-    (
-        "ds_fsmoe/planning/workload.py",
-        "        costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))\n",
-        8,
-    ),
-    ("ds_fsmoe/planning/job/measured.py", 'GATE, ORDER = "gate", "order and back"\n', 0),
-    ("ds_fsmoe/planning/job/measured.py", "        names[EXPERT] = anew if backward else FORWARD\n", 8),
-    ("ds_fsmoe/measuring/profiler.py", "        return (*experts, *((QUANTISED, DEQUANTISED)", 8),
-    ("ds_fsmoe/measuring/profiler.py", "    flops = 2.0 * ranks * subject.num_weights\n", 4),
-    ("ds_fsmoe/measuring/profiler.py", '        FORWARD: (forward, flops, "flop"),\n', 8),
-    ("ds_fsmoe/execution/phase.py", "        if SPREAD in kinds:\n", 8),
-    ("ds_fsmoe/execution/phase.py", "    def weight_gradients(self) -> torch.Tensor | None:\n", 4),
+    ("planning/schedule.py", 'SPREAD = "SPREAD"\n', 0),
+    ("planning/workload.py", "        behind = sends(COLLECT, intra", 8),
+    ("planning/workload.py", "        costs |= dict.fromkeys((SPREAD, COLLECT), inside.among(at.per_node))\n", 8),
+    ("planning/job/measured.py", 'GATE, ORDER = "gate", "order and back"\n', 0),
+    ("planning/job/measured.py", "        names[EXPERT] = anew if backward else FORWARD\n", 8),
+    ("measuring/profiler.py", "        return (*experts, *((QUANTISED, DEQUANTISED)", 8),
+    ("measuring/profiler.py", "    flops = 2.0 * ranks * subject.num_weights\n", 4),
+    ("measuring/profiler.py", '        FORWARD: (forward, flops, "flop"),\n', 8),
+    ("execution/phase.py", "        if SPREAD in kinds:\n", 8),
+    ("execution/phase.py", "    def weight_gradients(self) -> torch.Tensor | None:\n", 4),
 ]
 """The file of each block of code of the guide, what it is written ahead of (of several, the last), how far indented."""
 IMPORTED = {
-    "ds_fsmoe/planning/workload.py": ("from ds_fsmoe.planning.schedule import (\n", "    UNPACK,\n"),
-    "ds_fsmoe/planning/job/measured.py": ("from ds_fsmoe.planning.schedule import (\n", "    UNPACK,\n"),
-    "ds_fsmoe/measuring/profiler.py": ("from ds_fsmoe.planning.job.measured import (\n", "    UNPACKED,\n"),
-    "ds_fsmoe/execution/phase.py": ("from ds_fsmoe.planning.schedule import (\n", "    UNPACK,\n"),
+    "planning/workload.py": ("planning.schedule", "UNPACK"),
+    "planning/job/measured.py": ("planning.schedule", "UNPACK"),
+    "measuring/profiler.py": ("planning.job.measured", "UNPACKED"),
+    "execution/phase.py": ("planning.schedule", "UNPACK"),
 }
-
-
-def ahead_of(file: Path, place: str, text: str) -> None:
-    """Write text ahead of the last place in a file."""
-    before, found, after = file.read_text().rpartition(place)
-    assert found, f"{file}: {place}"
-    file.write_text(before + text + found + after)
-
-
-def changed(file: Path, old: str, new: str) -> None:
-    """Change what is once in a file."""
-    assert file.read_text().count(old) == 1, f"{file}: {old}"
-    file.write_text(file.read_text().replace(old, new))
 
 
 @pytest.mark.daily("guides", 1)
 def test_a_kind_of_task_is_added_as_printed(checkout: Path) -> None:
-    guide = part("Add a task kind")
+    guide, package = part("Add a task kind"), checkout / "ds_fsmoe"
     code = [textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```\n(.*?)^ *```$", guide)]
     for (name, place, indent), block in zip(PLACES, code, strict=True):
         after = "\n" if block.startswith("def ") else ""
-        ahead_of(checkout / name, place, textwrap.indent(block, " " * indent) + after)
-    for name, (place, imported) in IMPORTED.items():
-        changed(checkout / name, place, place + imported)
-    profiler = checkout / "ds_fsmoe" / "measuring" / "profiler.py"
-    changed(profiler, "return (*experts, *(", "return (*experts, *own, *(")
+        put_ahead(package / name, place, textwrap.indent(block, " " * indent) + after)
+    for name, (module, imported) in IMPORTED.items():
+        place = f"from ds_fsmoe.{module} import (\n"
+        change(package / name, place, f"{place}    {imported},\n")
+    profiler = package / "measuring" / "profiler.py"
+    change(profiler, "return (*experts, *(", "return (*experts, *own, *(")
     stages = checkout / "tests" / "planning" / "test_stages.py"
-    changed(stages, STAGES, STAGES.replace("EXPERT", "UNPACK compute inner, EXPERT"))
+    change(stages, STAGES, STAGES.replace("EXPERT", "UNPACK compute inner, EXPERT"))
     # On narrow wires it lies between what makes rows wide again and the experts.
-    changed(stages, "DEQUANTISE_SPREAD intra inner beside 0", "DEQUANTISE_SPREAD intra inner, UNPACK compute inner")
+    change(stages, "DEQUANTISE_SPREAD intra inner beside 0", "DEQUANTISE_SPREAD intra inner, UNPACK compute inner")
 
     assert len({name for name, *_ in PLACES}) == 5
-    for command in commands(guide, 2):
-        run(checkout, command)
+    run(checkout, *commands(guide, 2))
 
 
 # ---- a rule
@@ -171,14 +161,9 @@ def test_a_rule_is_added_as_printed_and_every_plan_obeys_it(checkout: Path) -> N
     guide = part("Add a planner rule")
     (code,) = re.findall(r"(?ms)^```\n(.*?)^```$", guide)
     (name,) = re.findall(r"def (\w+)", code)
-    rules = checkout / "ds_fsmoe" / "planning" / "decide" / "rules.py"
-    ahead, found, behind = rules.read_text().partition("RULES: list[Rule] = [")
-    assert found
-    rules.write_text(f"{ahead}{code}\n\n{found}{name}, {behind}")
+    begin = "RULES: list[Rule] = ["
+    change(checkout / "ds_fsmoe" / "planning" / "decide" / "rules.py", begin, f"{code}\n\n{begin}{name}, ")
     assert run(checkout, "python obeyed.py") == "[1, 2]"
     listed = checkout / "tests" / "planning" / "test_rules.py"
-    text = listed.read_text()
-    assert text.count('== ["has_slots"') == 1
-    listed.write_text(text.replace('== ["has_slots"', f'== ["{name}", "has_slots"'))
-    for command in commands(guide, 1):
-        run(checkout, command)
+    change(listed, '== ["has_slots"', f'== ["{name}", "has_slots"')
+    run(checkout, *commands(guide, 1))

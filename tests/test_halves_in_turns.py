@@ -42,10 +42,10 @@ class Noted(torch.autograd.Function):
 class Layer(nn.Module):
     """A layer that pauses as ours do."""
 
-    def __init__(self, in_halves: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.pipeline = SimpleNamespace(forward=SimpleNamespace(is_two_batch=in_halves))
+        self.pipeline = SimpleNamespace(forward=SimpleNamespace(is_two_batch=True))
 
 
 class Block(nn.Module):
@@ -91,10 +91,14 @@ class Model(nn.Module):
         return x_BLM.square().sum()
 
 
-def split(model: Model, named: tuple[str, ...] = ()) -> Splitter:
-    """The splitter of a model, of which one forward has been watched."""
+def splitter_of(model: Model, named: tuple[str, ...] = (), agree: Any = lambda facts: facts) -> Splitter:
     layers = {f"blocks.{block.number}.layer": block.layer for block in model.blocks if hasattr(block, "layer")}
-    splitter = Splitter(model, layers, named, agree=lambda facts: facts, holds=lambda: False)
+    return Splitter(model, layers, named, agree=agree, holds=lambda: False)
+
+
+def split(model: Model) -> Splitter:
+    """The splitter of a model, of which one forward has been watched."""
+    splitter = splitter_of(model)
     assert splitter.why_not == ""
     forward(model, splitter, torch.randn(2, 3, WIDTH))
     return splitter
@@ -118,8 +122,7 @@ def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(each, other)
 
 
-@pytest.mark.parametrize("batch", [2, 3, 5])
-@pytest.mark.parametrize("kinds", ["m", "mm", "mdmd", "dmddmm"])
+@pytest.mark.parametrize(("kinds", "batch"), [("m", 3), ("mm", 2), ("mdmd", 5), ("dmddmm", 3)])
 def test_halves_give_the_numbers_of_the_whole(kinds: str, batch: int) -> None:
     model = Model([], kinds).double()
     x, mask = torch.randn(batch, 3, WIDTH).double(), torch.rand(batch, 3, 1).double()
@@ -161,15 +164,15 @@ def test_whoever_looks_between_two_blocks_sees_the_whole_batch() -> None:
     model = Model([], "mmm")
     splitter, x = split(model), torch.randn(4, 3, WIDTH)
     wanted = numbers(model, forward(model, splitter, x))
-    runs, seen = splitter.num_runs, []
-    handle = model.blocks[0].register_forward_hook(lambda module, given, result: seen.append(result))
+    seen: list[torch.Size] = []
+    handle = model.blocks[0].register_forward_hook(lambda module, given, result: seen.append(result.shape))
     same(numbers(model, forward(model, splitter, x)), wanted)
-    assert [each.shape for each in seen] == [x.shape]
+    assert seen == [x.shape]
     # The second block began anew.
-    assert splitter.num_runs == runs + 2
+    assert splitter.num_runs == 1 + 2
     handle.remove()
     forward(model, splitter, x)
-    assert splitter.num_runs == runs + 3
+    assert splitter.num_runs == 1 + 2 + 1
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -179,24 +182,15 @@ def test_ranks_agree_once_in_a_forward_however_often_halves_are_put_together(pla
     splitter = split(model)
     splitter._agree = lambda facts: asked.append(list(facts)) or facts
     model.blocks[place].register_forward_hook(lambda module, given, result: None)
-    forward(model, splitter, torch.randn(4, 3, WIDTH))
-    assert asked == [[True]]
-    forward(model, splitter, torch.randn(1, 3, WIDTH))
+    for samples in (4, 1):
+        forward(model, splitter, torch.randn(samples, 3, WIDTH))
+    model(torch.randn(4, 3, WIDTH))  # outside of the engine's forward nobody asks
     assert asked == [[True], [False]]
-    # Nobody asks about a forward outside of the engine's.
-    model(torch.randn(4, 3, WIDTH))
-    assert len(asked) == 2
 
 
 def test_a_rank_without_a_batch_answers_the_others_and_is_watched_later() -> None:
     model, asked = Model([]), []
-    layers = {f"blocks.{number}.layer": block.layer for number, block in enumerate(model.blocks)}
-
-    def agree(facts: list[bool]) -> list[bool]:
-        asked.append(list(facts))
-        return facts
-
-    splitter = Splitter(model, layers, (), agree, holds=lambda: False)
+    splitter = splitter_of(model, agree=lambda facts: asked.append(list(facts)) or facts)
     splitter.decline()
     splitter.end_forward(is_training=True, has_batch=False)
     assert [each[0] for each in asked] == [False]
@@ -207,25 +201,17 @@ def test_a_rank_without_a_batch_answers_the_others_and_is_watched_later() -> Non
     assert asked[2:] == [[False]]
 
 
-def test_evaluation_and_forwards_without_gradients_are_whole() -> None:
+def test_evaluation_copies_of_a_block_and_a_closed_splitter_run_whole_batches() -> None:
     model = Model([])
     splitter, x = split(model), torch.randn(4, 3, WIDTH)
     with torch.no_grad():
         forward(model, splitter, x)
-    model.eval()
-    forward(model, splitter, x)
-    assert splitter.num_runs == 0
-
-
-def test_copies_of_a_block_and_a_closed_splitter_have_the_own_forward() -> None:
-    model = Model([])
-    splitter = split(model)
-    copied = copy.deepcopy(model)
-    copied(torch.randn(4, 3, WIDTH))
-    assert splitter.num_runs == 0
+    forward(model.eval(), splitter, x)
+    copied = copy.deepcopy(model.train())
+    copied(x)
     assert all(each.forward.__self__ is each for each in copied.blocks)
     splitter.close()
-    model(torch.randn(4, 3, WIDTH))
+    model(x)
     assert splitter.num_runs == 0
     assert "forward" not in vars(model.blocks[0])
 
@@ -237,24 +223,20 @@ def test_dropout_is_said_to_draw_other_masks(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level("WARNING", logger="ds_fsmoe"):
         for _ in range(2):
             forward(model, splitter, torch.randn(4, 3, WIDTH))
-    assert [
-        each.getMessage().count("whose masks differ between two sub-batches and the whole batch")
-        for each in caplog.records
-    ] == [1]
+    (said,) = caplog.records
+    assert "whose masks differ between two sub-batches and the whole batch" in said.getMessage()
 
 
 def test_blocks_are_found_by_the_names_of_their_classes() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Block(0, []), Block(1, [])
+    model = nn.ModuleDict({"first": Block(0, []), "second": Block(1, [])})
+    layers = {f"{name}.layer": each.layer for name, each in model.items()}
 
-    model = Two()
-    layers = {"first.layer": model.first.layer, "second.layer": model.second.layer}
-    agree_and_hold = (lambda facts: facts), (lambda: False)
-    assert "it is in no list of modules" in Splitter(model, layers, (), *agree_and_hold).why_not
-    assert [each.path for each in Splitter(model, layers, ("Block",), *agree_and_hold).blocks] == ["first", "second"]
-    assert "a Blok" in Splitter(model, layers, ("Blok",), *agree_and_hold).why_not
+    def splitter(*names: str) -> Splitter:
+        return Splitter(model, layers, names, agree=lambda facts: facts, holds=lambda: False)
+
+    assert "it is in no list of modules" in splitter().why_not
+    assert [each.path for each in splitter("Block").blocks] == ["first", "second"]
+    assert "a Blok" in splitter("Blok").why_not
 
 
 def test_arguments_are_cut_where_their_rows_are_samples() -> None:
@@ -264,25 +246,16 @@ def test_arguments_are_cut_where_their_rows_are_samples() -> None:
     assert first["x"][1] is second["x"][1] is one
     # One number for each position, as many as samples by chance.
     assert first["p"] is second["p"] is positions
-    for value, message in (
-        (torch.zeros(4, 2), r"mask of shape \[4, 2\] cannot be split for a batch of 3: its first size is neither"),
-        (object(), "mask, a object, cannot be split by the batch"),
-    ):
+    odd = r"mask of shape \[4, 2\] cannot be split for a batch of 3: its first size is neither"
+    for value, message in ((torch.zeros(4, 2), odd), (object(), "mask, a object, cannot be split by the batch")):
         with pytest.raises(CannotSplitError, match=message):
             sub_batches_of(value, 3, "mask")
 
 
 def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:
     calls: list[int] = []
-
-    def complete() -> torch.Tensor:
-        calls.append(1)
-        return torch.ones(2, 3)
-
-    pending = Pending(complete)
-    assert pending.is_open
-    assert calls == []
-    assert not isinstance(pending, torch.Tensor)
+    pending = Pending(lambda: calls.append(1) or torch.ones(2, 3))
+    assert (pending.is_open, calls) == (True, [])
     results = [pending + 1, 1 + pending, torch.add(pending, 1), pending.add(1), torch.cat([pending, pending])[:2] + 1]
     assert all(torch.equal(each, torch.full((2, 3), 2.0)) for each in results)
     assert pending.shape == (2, 3)
@@ -291,14 +264,12 @@ def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:
 
 def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> None:
     for seed in range(20):
-        cases = [(random_schedule(seed + 100 * number, num_tasks=17), Log()) for number in range(3)]
-        work = [Arithmetic(schedule, device_for(lanes), (0.0, 0.1)) for schedule, _ in cases]
+        schedules = [random_schedule(seed + 100 * number, num_tasks=17) for number in range(3)]
+        work = [Arithmetic(schedule, device_for(lanes), (0.0, 0.1)) for schedule in schedules]
 
-        def take_turns(cases: list = cases, work: list = work) -> None:
-            runs = [
-                lanes.begin(schedule, case.bodies, f"run {number}", log)
-                for number, ((schedule, log), case) in enumerate(zip(cases, work, strict=True))
-            ]
+        def take_turns(schedules: list = schedules, work: list = work) -> None:
+            pairs = enumerate(zip(schedules, work, strict=True))
+            runs = [lanes.begin(each, case.bodies, f"run {number}", Log()) for number, (each, case) in pairs]
             for stop in (5, 5, 11, 17):
                 for run in runs:
                     run.go(stop)
@@ -306,4 +277,4 @@ def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> N
                 run.finish()
 
         in_time(take_turns)
-        assert [case.outcome() for case in work] == [serial_outcome(schedule) for schedule, _ in cases]
+        assert [case.outcome() for case in work] == [serial_outcome(schedule) for schedule in schedules]

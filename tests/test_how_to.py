@@ -36,54 +36,34 @@ def commands(program: str) -> list[list[str]]:
     return [each[each.index(program) + 1 :] for each in words if program in each]
 
 
-def test_there_is_a_section_for_each_launcher() -> None:
+def test_each_launcher_has_a_section_that_says_what_to_set_how_to_see_that_it_is_on_and_what_was_tried() -> None:
     assert list(OF_LAUNCHERS) == ["Slurm", "torchrun", "deepspeed", "MPI", "Docker", "Kubernetes"]
-
-
-@pytest.mark.parametrize("name", OF_LAUNCHERS)
-def test_a_section_says_what_to_set_how_to_see_that_it_is_on_and_what_was_tried(name: str) -> None:
-    text = OF_LAUNCHERS[name]
-    for head in ("To set", "Is it on?", "Tried"):
-        assert text.count(f"\n- **{head}**") == 1
-    assert "\n```bash\n" in text
-    assert re.search(r"\.\./examples/launchers/\w+|torchrun", text)
+    for text in OF_LAUNCHERS.values():
+        for head in ("To set", "Is it on?", "Tried"):
+            assert text.count(f"\n- **{head}**") == 1
+        assert "\n```bash\n" in text
+        assert re.search(r"\.\./examples/launchers/\w+|torchrun", text)
     assert "ds_fsmoe ... is on for N MoE layer(s)" in PAGE.split("\n## ")[0]
-
-
-def test_the_line_that_shows_it_is_on_is_the_one_that_is_logged() -> None:
     logged = 'f"ds_fsmoe {VERSION} is on for {state.num_layers} MoE layer(s)"'
     assert logged in (ROOT / "ds_fsmoe" / "engine" / "state.py").read_text()
 
 
-@pytest.mark.parametrize("words", commands("torchrun"), ids=" ".join)
-def test_torchrun_takes_its_commands(words: list[str]) -> None:
+def test_launchers_take_their_commands_and_files_that_commands_name_are_there() -> None:
+    from deepspeed.launcher.runner import parse_args
     from torch.distributed.run import get_args_parser
 
-    parsed = get_args_parser().parse_args(words)
-    assert parsed.module
-    assert parsed.training_script == "ds_fsmoe.run"
-    assert parsed.training_script_args == OF_THE_READER
-
-
-@pytest.mark.parametrize("words", commands("deepspeed"), ids=" ".join)
-def test_deepspeeds_launcher_takes_its_commands(words: list[str]) -> None:
-    from deepspeed.launcher.runner import parse_args
-
-    parsed = parse_args(words)
-    assert parsed.module
-    assert parsed.user_script == "ds_fsmoe.run"
-    assert parsed.user_args == OF_THE_READER
-    if "--hostfile" in words:
-        assert (ROOT / parsed.hostfile).is_file()
-
-
-@pytest.mark.parametrize("program", ["mpirun", "sbatch", "docker", "kubectl"])
-def test_files_that_commands_name_are_there(program: str) -> None:
-    found = commands(program)
-    assert found
-    for words in found:
-        for name in (each for each in words if each.startswith(("examples/", "ds_configs/"))):
-            assert (ROOT / name).is_file(), name
+    for words in commands("torchrun"):
+        parsed = get_args_parser().parse_args(words)
+        assert (parsed.module, parsed.training_script) == (True, "ds_fsmoe.run")
+        assert parsed.training_script_args == OF_THE_READER
+    for words in commands("deepspeed"):
+        parsed = parse_args(words)
+        assert (parsed.module, parsed.user_script, parsed.user_args) == (True, "ds_fsmoe.run", OF_THE_READER)
+        assert "--hostfile" not in words or (ROOT / parsed.hostfile).is_file()
+    for program in ("torchrun", "deepspeed", "mpirun", "sbatch", "docker", "kubectl"):
+        assert commands(program), program
+        for name in (each for words in commands(program) for each in words):
+            assert not name.startswith(("examples/", "ds_configs/")) or (ROOT / name).is_file(), name
 
 
 # ---- the Dockerfile
@@ -98,42 +78,31 @@ def arguments() -> dict[str, str]:
     return {name: value.strip('"') for name, _, value in (each.partition("=") for each in instructions("ARG"))}
 
 
-def test_what_the_image_copies_is_there_and_is_not_ignored() -> None:
+def test_the_image_copies_what_is_there_and_all_that_the_build_of_the_package_reads() -> None:
     ignored = (LAUNCHERS / "Dockerfile.dockerignore").read_text().splitlines()
-    copied = [name for each in instructions("COPY") for name in each.split()[:-1]]
-    assert len(copied) > 5
-    for name in copied:
-        assert (ROOT / name).exists(), name
-        assert f"!{name}" in ignored
-    assert {each[1:] for each in ignored if each.startswith("!")} == set(copied)
+    copied = {name for each in instructions("COPY") for name in each.split()[:-1]}
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "ds_fsmoe", "op_builder", "csrc"} <= copied
+    assert {each[1:] for each in ignored if each.startswith("!")} == copied
     assert "*" in ignored
 
 
-def test_the_image_has_all_that_the_build_of_the_package_reads() -> None:
-    copied = [name for each in instructions("COPY") for name in each.split()[:-1]]
-    assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "ds_fsmoe", "op_builder", "csrc"} <= set(copied)
-
-
-def test_its_versions_are_those_that_are_supported_and_tested() -> None:
+def test_its_versions_are_those_that_are_supported_and_tested_and_the_page_lists_them() -> None:
     chosen = arguments()
     assert chosen["TORCH"] in {torch for _, torch in RUN}
     assert f"=={chosen['DEEPSPEED']}" == SUPPORTED["deepspeed"]
     assert re.search(r"setuptools>=\d+", (ROOT / "pyproject.toml").read_text())[0] in DOCKERFILE
     extras = re.search(r'"\.\[([\w,]+)\]"', DOCKERFILE)[1].split(",")
     setup = ast.parse((ROOT / "setup.py").read_text())
-    known = next(
-        each.value for each in ast.walk(setup) if isinstance(each, ast.keyword) and each.arg == "extras_require"
-    )
+    words = (each for each in ast.walk(setup) if isinstance(each, ast.keyword))
+    (known,) = (each.value for each in words if each.arg == "extras_require")
     assert set(extras) <= {ast.literal_eval(key) for key in known.keys}
     # Ubuntu 24.04 has Python 3.12, between those that were run.
     assert chosen["BASE"].endswith("-devel-ubuntu24.04")
-
-
-def test_the_page_lists_every_argument_of_the_image_with_its_default() -> None:
     rows = dict(re.findall(r"(?m)^\| `([A-Z_]+)` \| ([^|]*?) \|", OF_LAUNCHERS["Docker"]))
-    assert set(rows) == set(arguments())
+    assert set(rows) == set(chosen)
     for name in ("TORCH", "DEEPSPEED", "BUILD_OPS"):
-        assert rows[name] == arguments()[name]
+        assert rows[name] == chosen[name]
 
 
 def test_what_it_runs_is_shell() -> None:
@@ -160,19 +129,20 @@ def started() -> list[str]:
 
 def test_pods_find_each_other_by_the_name_of_the_service() -> None:
     service, job = manifest()["Service"], manifest()["Job"]
-    pods = job["spec"]["template"]["spec"]
-    assert service["apiVersion"] == "v1"
-    assert job["apiVersion"] == "batch/v1"
-    assert service["spec"]["clusterIP"] == "None"
-    assert pods["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert job["spec"]["completionMode"] == "Indexed"
+    name, job_name = service["metadata"]["name"], job["metadata"]["name"]
+    assert (service["apiVersion"], job["apiVersion"]) == ("v1", "batch/v1")
+    assert (service["spec"]["clusterIP"], job["spec"]["completionMode"]) == ("None", "Indexed")
+    assert job["spec"]["template"]["spec"]["subdomain"] == name
+    assert service["spec"]["selector"] == {"job-name": job_name}
     words = started()
-    assert words[words.index("--master-addr") + 1] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert words[words.index("--master-addr") + 1] == f"{job_name}-0.{name}"
     assert int(words[words.index("--master-port") + 1]) == service["spec"]["ports"][0]["port"]
+    # The number of ranks of a node is the field that the page shows.
+    assert '"topology": {"ranks_per_node": 8}' in OF_LAUNCHERS["Kubernetes"]
+    assert FSMoEBlock.model_validate({"topology": {"ranks_per_node": 8}}).topology.ranks_per_node == 8
 
 
-def test_its_command_is_one_for_torchrun_with_as_many_nodes_and_ranks_as_there_are() -> None:
+def test_its_command_is_one_for_torchrun_with_as_many_nodes_and_ranks_as_there_are(monkeypatch) -> None:
     from torch.distributed.run import get_args_parser
 
     job = manifest()["Job"]["spec"]
@@ -183,7 +153,6 @@ def test_its_command_is_one_for_torchrun_with_as_many_nodes_and_ranks_as_there_a
     assert int(parsed.nnodes) == job["completions"] == job["parallelism"]
     assert int(parsed.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
     assert parsed.node_rank == 1
-    assert (ROOT / parsed.training_script).is_file()
     mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
     assert {each["name"] for each in job["template"]["spec"]["volumes"]} == set(mounts.values())
     assert "/dev/shm" in mounts
@@ -191,19 +160,10 @@ def test_its_command_is_one_for_torchrun_with_as_many_nodes_and_ranks_as_there_a
     assert saves_in.startswith("/runs/")
     assert all(isinstance(each["value"], str) for each in container["env"]), "Kubernetes takes nothing but strings"
 
-
-def test_its_script_takes_its_arguments(monkeypatch) -> None:
-    words = started()
-    script = words.index("examples/train.py")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("WORLD_SIZE", "16")  # two pods of eight
     monkeypatch.setattr(sys, "path", [str(ROOT / "examples"), *sys.path])
-    found = runpy.run_path(str(ROOT / "examples" / "train.py"), run_name="train")
-    args = found["parse_arguments"](words[script + 1 :])
+    found = runpy.run_path(str(ROOT / parsed.training_script), run_name="train")
+    args = found["parse_arguments"](parsed.training_script_args)
     assert args.moe == "fsmoe"
     assert os.path.isfile(args.deepspeed_config)
-
-
-def test_the_number_of_ranks_of_a_node_is_the_field_that_the_page_shows() -> None:
-    assert '"topology": {"ranks_per_node": 8}' in OF_LAUNCHERS["Kubernetes"]
-    assert FSMoEBlock.model_validate({"topology": {"ranks_per_node": 8}}).topology.ranks_per_node == 8

@@ -44,17 +44,8 @@ def recompute(engine: Any, model: SmallModel, rank: int, reentrant: bool) -> lis
     return [loss, x_BLM.grad, *gradients(model)]
 
 
-def few_tokens(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
-    x_BLM, target_BLM = batch(0, rank, torch.float32)
-    # Stock wants at least min_capacity tokens at k = 1, so both get as many as that.
-    loss, y_BLM = engine(x_BLM[:1, :4], target_BLM[:1, :4])
-    engine.backward(loss)
-    return [loss, y_BLM, *gradients(model)]
-
-
-def strided_input(engine: Any, model: SmallModel, rank: int) -> list[torch.Tensor]:
-    x_BLM, target_BLM = batch(0, rank, torch.float32)
-    loss, y_BLM = engine(x_BLM.transpose(0, 1), target_BLM.transpose(0, 1))
+def on_tokens(engine: Any, model: SmallModel, rank: int, change: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    loss, y_BLM = engine(*map(change, batch(0, rank, torch.float32)))
     engine.backward(loss)
     return [loss, y_BLM, *gradients(model)]
 
@@ -64,8 +55,9 @@ USES: dict[str, Use] = {
     "two forwards before the backward": two_forwards_before_the_backward,
     "reentrant recomputation": lambda *args: recompute(*args, reentrant=True),
     "recomputation": lambda *args: recompute(*args, reentrant=False),
-    "few tokens": few_tokens,
-    "strided input": strided_input,
+    # Stock wants at least min_capacity tokens at k = 1, so both get as many as that.
+    "few tokens": lambda *args: on_tokens(*args, lambda x_BLM: x_BLM[:1, :4]),
+    "strided input": lambda *args: on_tokens(*args, lambda x_BLM: x_BLM.transpose(0, 1)),
 }
 
 
@@ -73,74 +65,54 @@ CHOICES = [(1, True), (2, False), (3, True)]
 """(k, whether tokens are dropped)"""
 
 
-def compare(rank: int, world_size: int, in_turns: bool) -> list[str]:
-    """What differs, of each use with all of these; ``in_turns``: with one of them."""
+def compare(rank: int, world_size: int, in_turns: bool) -> None:
+    """Compare each use with all of these; ``in_turns``: with one of them."""
     import deepspeed
 
     import ds_fsmoe
 
-    different = []
     for number, (name, use) in enumerate(USES.items()):
         for k, drop_tokens in [CHOICES[number % len(CHOICES)]] if in_turns else CHOICES:
-            seen = []
-            ours = [{"fsmoe": {"enabled": True, "dispatch": each}} for each in ("padded", "auto")[: 2 - drop_tokens]]
-            for initialize, blocks in ((deepspeed.initialize, {}), *((ds_fsmoe.initialize, each) for each in ours)):
-                case = Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
+            seen, case = [], Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
+            for dispatch in ("", "padded", "auto")[: 3 - drop_tokens]:
+                block = {"fsmoe": {"enabled": True, "dispatch": dispatch}} if dispatch else {}
+                initialize = ds_fsmoe.initialize if dispatch else deepspeed.initialize
                 model = SmallModel(case, rank)
-                config = case.ds_config(**blocks)
-                engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+                parameters = list(model.parameters())
+                engine, *_ = initialize(model=model, model_parameters=parameters, config=case.ds_config(**block))
                 torch.manual_seed(rank)
                 seen.append(use(engine, model, rank))
                 engine.destroy()
-            assert len({len(each) for each in seen}) == 1
-            if not all(torch.equal(a, b) for a, b in zip(*seen[:2], strict=True)):
-                different.append(f"{name}, k = {k}")
-            # Rows meet in other products than slots do, so the last bits may differ.
-            if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(seen[0], seen[-1], strict=True)):
-                different.append(f"{name}, k = {k}, on rows")
-    return different
+            for stocks, padded, last in zip(seen[0], seen[1], seen[-1], strict=True):
+                assert torch.equal(stocks, padded), f"{name}, k = {k}"
+                # Rows meet in other products than slots do, so the last bits may differ.
+                assert torch.allclose(stocks, last, rtol=1e-4, atol=1e-5), f"{name}, k = {k}, on rows"
 
 
 @sampled("in_turns", [True, False])
 def test_every_use_gives_stocks_numbers(in_turns: bool, tmp_path: Path) -> None:
-    for different in run_on_ranks(compare, 2, tmp_path, in_turns):
-        assert not different
+    run_on_ranks(compare, 2, tmp_path, in_turns)
 
 
-def timed_run(rank: int, world_size: int) -> list[float]:
+def timed_and_masked(rank: int, world_size: int) -> None:
     import ds_fsmoe
 
-    case = Case(ep_size=2, stage=1)
+    case = Case(ep_size=2, stage=1, k=2, moe_options=(("top2_2nd_expert_sampling", False),))
     model = SmallModel(case, rank)
     config = case.ds_config(fsmoe={"enabled": True}, wall_clock_breakdown=True)
     engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    loss, _ = engine(*batch(0, rank, torch.float32))
-    engine.backward(loss)
+    x_BLM, target_BLM = batch(0, rank, torch.float32)
+    engine.backward(engine(x_BLM, target_BLM)[0])
     engine.step()
     inner = model.moes[0].deepspeed_moe
-    return [inner.time_moe, inner.time_falltoall, inner.time_salltoall, inner.gate.gate_time]
-
-
-def test_stocks_wall_clock_breakdown_finds_its_times(tmp_path: Path) -> None:
-    for moe_ms, first_ms, second_ms, gate_ms in run_on_ranks(timed_run, 2, tmp_path):
-        assert min(first_ms, second_ms, gate_ms) > 0
-        assert moe_ms > first_ms + second_ms + gate_ms
-
-
-def masked_run(rank: int, world_size: int) -> list[bool]:
-    import ds_fsmoe
-
-    case = Case(ep_size=2, stage=0, k=2, moe_options=(("top2_2nd_expert_sampling", False),))
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True})
-    ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    x_BLM, _ = batch(0, rank, torch.float32)
+    parts_ms = [inner.time_falltoall, inner.time_salltoall, inner.gate.gate_time]
+    assert min(parts_ms) > 0
+    assert inner.time_moe > sum(parts_ms)
     used = torch.arange(21) % 4 != 0
     y_BLM, _, counts_E = model.moes[0](x_BLM, used)
-    masked = y_BLM.reshape(21, -1)[~used]
-    return [bool((masked == 0).all()), int(counts_E.sum()) == 2 * int(used.sum())]
+    assert not y_BLM.reshape(21, -1)[~used].any()
+    assert counts_E.sum() == 2 * used.sum()
 
 
-def test_masked_tokens_come_back_as_zero_for_every_k(tmp_path: Path) -> None:
-    for seen in run_on_ranks(masked_run, 2, tmp_path):
-        assert seen == [True, True]
+def test_stocks_wall_clock_breakdown_finds_its_times_and_masked_tokens_come_back_as_zeros(tmp_path: Path) -> None:
+    run_on_ranks(timed_and_masked, 2, tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
-import ds_fsmoe
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.engine.convert_layers import convert, restore_stock
 from ds_fsmoe.execution.lanes import Observer
@@ -24,6 +22,7 @@ from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.schedule import EXPERT, Schedule
 from tests.lane_cases import CPU
+from tests.sources import FILES, named
 
 WIDTH, NUM_EXPERTS = 8, 4
 
@@ -33,9 +32,9 @@ def stock_layer() -> MoE:
     return MoE(WIDTH, nn.Linear(WIDTH, WIDTH), NUM_EXPERTS, k=2, use_rts=False)
 
 
-def run(layer: MoE, tokens: int = 12) -> torch.Tensor:
+def run(layer: MoE) -> torch.Tensor:
     torch.manual_seed(1)
-    y_SM, aux_loss, _ = layer(torch.randn(tokens, WIDTH))
+    y_SM, aux_loss, _ = layer(torch.randn(12, WIDTH))
     (y_SM.square().sum() + aux_loss).backward()
     return y_SM.detach()
 
@@ -54,10 +53,6 @@ def layer(running: LayerRuntime) -> FSMoELayer:
     convert(made, choose_parts(running.block, "cpu"), running=running, label="L00", path="moes.0")
     made.deepspeed_moe._set_ep_group(None)
     return made.deepspeed_moe
-
-
-def degrees(layer: FSMoELayer) -> tuple[int, int]:
-    return layer.pipeline.forward.block.degree, layer.pipeline.backward.block.degree
 
 
 def plan(forward: int, backward: int) -> LayerPlan:
@@ -80,44 +75,32 @@ def test_a_layer_given_back_has_what_it_had_before_and_nothing_else() -> None:
     run(layer)
     restore_stock(layer)
     assert [type(each) for each in layer.modules()] == classes
-    assert [each.keys() for each in attributes(layer)] == [each.keys() for each in before]
     assert attributes(layer) == before
     assert torch.equal(run(layer), y_SM)
 
 
-def test_a_layer_in_an_engine_keeps_all_of_ours_in_one_attribute(layer: FSMoELayer) -> None:
+def test_all_of_ours_is_in_one_attribute_and_nobody_assigns_how_a_layer_is_run(layer: FSMoELayer) -> None:
     layer(torch.randn(12, WIDTH))
     assert vars(layer).keys() - vars(stock_layer().deepspeed_moe).keys() == {"fsmoe", "l_aux", "exp_counts"}
-
-
-def test_nobody_assigns_how_a_layer_is_run(layer: FSMoELayer) -> None:
     with pytest.raises(AttributeError):
         layer.pipeline = layer.pipeline.unchunked()
-    package = Path(ds_fsmoe.__file__).parent
-    found = {
-        file.relative_to(package).as_posix()
-        for file in package.rglob("*.py")
-        if re.search(r"(fsmoe|layer|inner|state)\.pipeline(, \S+)? = ", file.read_text())
-    }
-    assert found == set()
+    assigns = re.compile(r"(fsmoe|layer|inner|state)\.pipeline(, \S+)? = ")
+    assert [named(file) for file in FILES if assigns.search(file.read_text())] == []
 
 
-def test_a_plan_that_is_applied_keeps_what_is_attached(layer: FSMoELayer) -> None:
-    assert degrees(layer) == (2, 2)
+def test_a_plan_that_is_applied_keeps_what_is_attached_and_cuts_no_layer_that_may_not_be(layer: FSMoELayer) -> None:
+    assert layer.pipeline.degrees == (2, 2)
     window, observer = object(), object()
     layer.fsmoe.attach(window, observer)
     layer.fsmoe.apply(plan(3, 1))
-    assert degrees(layer) == (3, 1)
+    assert layer.pipeline.degrees == (3, 1)
     assert (layer.pipeline.window, layer.pipeline.observer) == (window, observer)
     layer.fsmoe.attach(None)
     assert (layer.pipeline.window, layer.pipeline.observer) == (None, None)
-
-
-def test_a_layer_that_may_not_be_cut_stays_whole_under_every_plan(layer: FSMoELayer) -> None:
     layer.fsmoe.run_unchunked("dropout")
-    assert degrees(layer) == (1, 1)
+    assert layer.pipeline.degrees == (1, 1)
     layer.fsmoe.apply(plan(3, 4))
-    assert degrees(layer) == (1, 1)
+    assert layer.pipeline.degrees == (1, 1)
     assert layer.fsmoe.is_unchunked
 
 

@@ -14,12 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock, PlacementBlock
+from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.engine.convert_experts import check_hugging_face
+from ds_fsmoe.engine.state import alike
+from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
+from ds_fsmoe.planning.decide import rules
 from ds_fsmoe.planning.decide.gradients import slice_bytes
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
+from ds_fsmoe.tuning.micro_ops import MicroOps, degree_of_call
 from tests.gradient_cases import AwkwardModel, Run, batch
 from tests.logged import Said
+from tests.planning.test_rules import on_fast_links
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, train_steps
@@ -27,7 +35,6 @@ from tests.test_gradients_against_stock import BY_RULE, check, with_stock
 
 CHUNK_BYTES = 700
 SCHEDULE = (("schedule", "lina"), ("gradient_partition.chunk_bytes", CHUNK_BYTES))
-STAGES = (0, 1, 2)
 TOLERANCE = 2e-5
 STEPS = 6
 
@@ -40,203 +47,151 @@ def test_slices_of_single_tensors_give_stocks_numbers_bit_for_bit(stages: list[i
 @sampled(
     "runs",
     [
-        [
-            Run(1, mode="unsaid", block=(*SCHEDULE, *BY_RULE)),
-            Run(2, mode="unsaid", block=(*SCHEDULE, ("metrics", "off"))),
-        ],
-        [
-            Run(each, mode="unsaid", block=(*SCHEDULE, *more))
-            for each in STAGES
-            for more in (BY_RULE, (("metrics", "off"),))
-        ],
+        [(1, BY_RULE), (2, (("metrics", "off"),))],
+        [(stage, more) for stage in (0, 1, 2) for more in (BY_RULE, (("metrics", "off"),))],
     ],
-    kept=[0],
 )
-def test_the_whole_schedule_gives_stocks_numbers_to_rounding(runs: list[Run], tmp_path: Path) -> None:
-    check(with_stock(*runs), 2, tmp_path, TOLERANCE)
+def test_the_whole_schedule_gives_stocks_numbers_to_rounding(runs: list[tuple[int, Any]], tmp_path: Path) -> None:
+    every = [Run(stage, mode="unsaid", block=(*SCHEDULE, *more)) for stage, more in runs]
+    check(with_stock(*every), 2, tmp_path, TOLERANCE)
 
 
-def of_a_training(rank: int, world_size: int, deterministic: bool, stage: int) -> dict[str, Any]:
+def of_a_training(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [of_one(rank, deterministic, stage) for deterministic, stage in ((True, 1), (False, 0))]
+
+
+def of_one(rank: int, deterministic: bool, stage: int) -> dict[str, Any]:
     """Degrees by step, and where slices lie, of the awkward model."""
-    import ds_fsmoe
-
     run = Run(stage, mode="unsaid", block=(*SCHEDULE, ("deterministic", deterministic), ("num_chunks.max", 5)))
-    torch.manual_seed(0)
-    model = AwkwardModel(run, rank)
     said = Said(logging.INFO)
     logging.getLogger("ds_fsmoe").addHandler(said)
-    config = run.ds_config() | {"fsmoe": run.fsmoe_block()}
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = engine_of(lambda: AwkwardModel(run, rank), run.ds_config() | {"fsmoe": run.fsmoe_block()})
     degrees = []
     for step in range(STEPS):
         engine.backward(engine(*batch(step, rank)))
         engine.step()
         degrees.append({label: each.pipeline.degrees for label, each in engine.fsmoe.inner_layers.items()})
     reducer = engine.fsmoe.reduction.reducer
-    tensors = [(*flat.starts, flat.numel) for flat in reducer.flats]
+    parcels = [(each, reducer.flats[each.flat]) for part in reducer.plan.parts for each in part]
     found = {
         "degrees": degrees,
         "plan": reducer.plan,
         "spanning": [
-            each
-            for parcels in reducer.plan.parts
-            for each in parcels
-            if [start for start in tensors[each.flat] if each.first < start < each.stop]
+            each for each, flat in parcels if any(each.first < at < each.stop for at in (*flat.starts, flat.numel))
         ],
-        "largest": max(
-            ((each.stop - each.first) * reducer.flats[each.flat].element_bytes)
-            for parcels in reducer.plan.parts
-            for each in parcels
-        ),
-        "kinds": [each.kind for each in reducer.flats],
+        "largest": max((each.stop - each.first) * flat.element_bytes for each, flat in parcels),
         "ways": {str(each.algorithm) for each in reducer.flats},
         "said": [each for each in said.lines if "micro-ops" in each],
         "mode": engine.fsmoe.gradients,
     }
     engine.destroy()
+    logging.getLogger("ds_fsmoe").removeHandler(said)
     return found
 
 
-@pytest.mark.parametrize(("deterministic", "stage"), [(True, 1), (False, 0)])
-def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(
-    deterministic: bool, stage: int, tmp_path: Path
-) -> None:
-    first, second = run_on_ranks(of_a_training, 2, tmp_path, deterministic, stage)
-    for each in (first, second):
-        assert each["mode"] == "micro_ops"
-        # 4 experts of 21 tokens with 1.25 times the room, one and two choices each, of 13 elements of fp32; and a layer
-        # whose tokens stay where they are.
-        slots = [4 * max(2, -(-21 * k * 5 // 16)) for k in (1, 2)]
-        expected = [min(5, -(-count * 13 * 4 // CHUNK_BYTES)) for count in slots]
-        assert expected[0] < expected[1]
-        assert list(each["degrees"][0].values()) == [(degree, degree) for degree in (*expected, 1)]
-        assert each["degrees"][0] == each["degrees"][-1], "from the second step on"
-        assert each["spanning"] == []
-        assert each["largest"] <= CHUNK_BYTES
-        assert each["ways"] == {"all-reduce"}, "one rank would be sent all of a slice"
-        assert not any(each["plan"].moe), "there an all-to-all waits"
-    assert first["plan"] == second["plan"]
-    assert first["degrees"] == second["degrees"]
-    assert len(first["said"]) == 1
-    assert first["said"][0].startswith("num_chunks by micro-ops of 0.0007 MB: L00 ")
-    assert all(len(parcels) <= 1 for parcels in first["plan"].dense)
-    assert any(first["plan"].dense)
-
-
-def with_a_small_step(rank: int, world_size: int, folder: str) -> list[Any]:
-    """Degrees of a run that is saved after its first step, and of one that goes on from there."""
+def engine_of(make: Callable[[], torch.nn.Module], config: dict[str, Any]) -> Any:
     import ds_fsmoe
 
-    case, found = Case(2, 1, "fp32", 1, 2, True), []
+    torch.manual_seed(0)
+    model = make()
+    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def degrees_of(engine: Any) -> list[tuple[int, int]]:
+    return [each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()]
+
+
+def test_layers_are_cut_by_their_bytes_and_slices_keep_to_tensors(tmp_path: Path) -> None:
+    # 4 experts of 21 tokens with 1.25 times the room, one and two choices each, of 13 elements of fp32; and a layer
+    # whose tokens stay where they are.
+    slots = [4 * max(2, -(-21 * k * 5 // 16)) for k in (1, 2)]
+    expected = [min(5, -(-count * 13 * 4 // CHUNK_BYTES)) for count in slots]
+    assert expected[0] < expected[1]
+    for first, second in zip(*run_on_ranks(of_a_training, 2, tmp_path), strict=True):
+        for each in (first, second):
+            assert each["mode"] == "micro_ops"
+            assert list(each["degrees"][0].values()) == [(degree, degree) for degree in (*expected, 1)]
+            assert each["degrees"][0] == each["degrees"][-1], "from the second step on"
+            assert each["spanning"] == []
+            assert each["largest"] <= CHUNK_BYTES
+            assert each["ways"] == {"all-reduce"}, "one rank would be sent all of a slice"
+            assert not any(each["plan"].moe), "there an all-to-all waits"
+        assert (first["plan"], first["degrees"]) == (second["plan"], second["degrees"])
+        (said,) = first["said"]
+        assert said.startswith("num_chunks by micro-ops of 0.0007 MB: L00 ")
+        assert all(len(parcels) <= 1 for parcels in first["plan"].dense)
+        assert any(first["plan"].dense)
+
+
+def with_a_small_step(rank: int, world_size: int, folder: str) -> None:
+    """A run that is saved after its first step, and one that goes on from there."""
+    case = Case(2, 1, "fp32", 1, 2, True)
     block = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 400}, "deterministic": True}
-
-    def made() -> Any:
-        torch.manual_seed(0)
-        model = SmallModel(case, rank)
-        config = case.ds_config(fsmoe=block)
-        return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-    engine = made()
+    config = case.ds_config(fsmoe=block)
+    engine = engine_of(lambda: SmallModel(case, rank), config)
     train_steps(engine, rank, [0])
     engine.save_checkpoint(folder)
-    found.append([each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()])
+    saved = degrees_of(engine)
+    assert max(max(each) for each in saved) > 1
     losses = train_steps(engine, rank, [1, 2])
     engine.destroy()
-    engine = made()
-    found.append([each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()])
+    engine = engine_of(lambda: SmallModel(case, rank), config)
+    assert degrees_of(engine) == [(1, 1)] * len(saved)
     engine.load_checkpoint(folder)
-    found.append([each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()])
-    found.append(train_steps(engine, rank, [1, 2]) == losses)
-    found.append(engine.fsmoe.micro_ops.is_wanted)
+    assert degrees_of(engine) == saved
+    assert train_steps(engine, rank, [1, 2]) == losses
+    assert not engine.fsmoe.micro_ops.is_wanted
     engine.destroy()
-    return found
 
 
 def test_a_run_that_goes_on_is_cut_as_it_was_from_its_first_step_on(tmp_path: Path) -> None:
-    (tmp_path / "ranks").mkdir()
-    for saved, fresh, loaded, is_same, is_wanted in run_on_ranks(
-        with_a_small_step, 2, tmp_path / "ranks", str(tmp_path / "saved")
-    ):
-        assert saved == loaded
-        assert max(max(each) for each in saved) > 1
-        assert fresh == [(1, 1)] * len(saved)
-        assert is_same
-        assert not is_wanted
+    run_on_ranks(with_a_small_step, 2, tmp_path / "ranks", str(tmp_path / "saved"))
 
 
-def by_the_tuner(rank: int, world_size: int) -> list[Any]:
-    """Degrees that the autotuner gives, with a micro-op of some bytes, and what it logs."""
-    import ds_fsmoe
-
+def by_the_tuner(rank: int, world_size: int) -> None:
     case = Case(2, 0, "fp32", 1, 2, True)
     tuning = {"enabled": True, "trials": 1, "watch_every": 0}
     block = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 400}, "autotune": tuning}
-    torch.manual_seed(0)
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe=block)
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = engine_of(lambda: SmallModel(case, rank), case.ds_config(fsmoe=block))
     # Enough to try its one plan and DeepSpeed's schedule, and to go on with the faster one.
     losses = train_steps(engine, rank, range(20))
-    degrees = [each.pipeline.degrees for each in engine.fsmoe.inner_layers.values()]
-    plan = engine.fsmoe.reduction.reducer.plan
-    found = [degrees, engine.fsmoe.micro_ops is None, losses, None if plan is None else plan.moe]
+    assert torch.tensor(losses).isfinite().all()
+    slots = 4 * max(4, -(-21 * 2 * 5 // 16))
+    assert degrees_of(engine) == [(min(16, -(-slots * 13 * 4 // 400)),) * 2] * 2
+    assert engine.fsmoe.micro_ops is None
+    assert not any(engine.fsmoe.reduction.reducer.plan.moe)
     engine.destroy()
-    return found
 
 
 @pytest.mark.daily("layers", 2)
 def test_the_autotuner_gives_the_same_degrees_and_does_not_try_others(tmp_path: Path) -> None:
-    first, second = run_on_ranks(by_the_tuner, 2, tmp_path)
-    assert first[0] == second[0]
-    slots = 4 * max(4, -(-21 * 2 * 5 // 16))
-    assert first[0] == [(min(16, -(-slots * 13 * 4 // 400)),) * 2] * 2
-    assert first[1]
-    assert first[3] is not None
-    assert not any(first[3])
-    assert all(torch.isfinite(torch.tensor(first[2])))
+    run_on_ranks(by_the_tuner, 2, tmp_path)
 
 
-def test_a_slice_has_the_size_that_was_asked_for_or_its_modes_own() -> None:
-    from ds_fsmoe.config.blocks import GradientPartitionBlock
-
+def test_a_slice_has_the_size_that_was_asked_for_or_its_modes_own_and_ranks_that_differ_in_it_do_not_agree() -> None:
+    left_out, asked = GradientPartitionBlock(), GradientPartitionBlock(chunk_bytes=31457280)
     for mode, own in (("micro_ops", 30_000_000), ("fixed_chunk", 30 * 2**20)):
-        assert slice_bytes(mode, GradientPartitionBlock().asked_bytes) == own
-        assert slice_bytes(mode, GradientPartitionBlock(chunk_bytes=31457280).asked_bytes) == 31457280
+        assert slice_bytes(mode, left_out.asked_bytes) == own
+        assert slice_bytes(mode, asked.asked_bytes) == 31457280
+    # What is written is what another mode has by itself, so each rank would cut by its own.
+    blocks = [FSMoEBlock(schedule="lina", gradient_partition=each) for each in (asked, left_out)]
+    assert alike(blocks[0]) != alike(blocks[1])
+    assert alike(blocks[0]) == alike(blocks[0].model_copy())
 
 
-def test_a_size_that_only_some_ranks_write_is_no_agreement() -> None:
-    """It is what another mode has by itself, so each rank would cut by its own."""
-    from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
-    from ds_fsmoe.engine.state import alike
+@pytest.mark.parametrize("asked", [{"gradient_partition": {"mode": "micro_ops"}}, {"schedule": "lina"}])
+def test_slices_of_single_tensors_are_not_sent_to_their_owners(asked: dict[str, Any]) -> None:
+    def read(**partition: Any) -> FSMoEBlock | None:
+        partition = {**asked.get("gradient_partition", {}), "collective": "reduce_scatter", **partition}
+        block = {"enabled": True, **asked, "gradient_partition": partition}
+        return read_block({"zero_optimization": {"stage": 1}, "fsmoe": block})
 
-    written, left_out = (
-        FSMoEBlock(schedule="lina", gradient_partition=each)
-        for each in (GradientPartitionBlock(chunk_bytes=31457280), GradientPartitionBlock())
-    )
-    assert alike(written) != alike(left_out)
-    assert alike(written) == alike(written.model_copy())
-
-
-@pytest.mark.parametrize("of_mode", [{"mode": "micro_ops"}, {}], ids=["mode", "schedule"])
-def test_slices_of_single_tensors_are_not_sent_to_their_owners(of_mode: dict[str, Any]) -> None:
-    from ds_fsmoe.config.reading import ConfigError, read_block
-
-    schedule = {} if of_mode else {"schedule": "lina"}
-    config = {"zero_optimization": {"stage": 1}}
-    asked = {"enabled": True, **schedule, "gradient_partition": {**of_mode, "collective": "reduce_scatter"}}
     with pytest.raises(ConfigError, match="mostly belongs to one rank, whose link alone would carry it"):
-        read_block(config | {"fsmoe": asked})
-    partition = {"mode": "adaptive", "collective": "reduce_scatter"}
-    block = read_block(config | {"fsmoe": asked | {"gradient_partition": partition}})
-    assert block is not None
-    assert block.gradient_partition.collective == "reduce_scatter"
+        read()
+    assert read(mode="adaptive").gradient_partition.collective == "reduce_scatter"
 
 
 def test_a_model_without_experts_has_none_to_pack() -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock, PlacementBlock
-    from ds_fsmoe.config.reading import ConfigError
-    from ds_fsmoe.engine.convert_experts import check_hugging_face
-
     block = FSMoEBlock(placement=PlacementBlock(policy="lina"))
     message = r'placement.policy = "lina" chooses .* has no such experts\. Remove the policy'
     with pytest.raises(ConfigError, match=message):
@@ -246,17 +201,12 @@ def test_a_model_without_experts_has_none_to_pack() -> None:
 
 def sizes(capacity: int, num_choices: int) -> Any:
     """Of a call of 8 experts, in rows of 16 elements of fp32."""
-    from ds_fsmoe.execution.pipeline import CallSizes
-
     tokens = 8 * capacity // num_choices
     return CallSizes(4, capacity, 16, torch.float32, 1, True, 8, tokens, num_choices)
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("alltoall", ["flat", "node_deduplicated"])
+@pytest.mark.parametrize(("alltoall", "k"), [("flat", 3), ("node_deduplicated", 1), ("node_deduplicated", 3)])
 def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, k: int) -> None:
-    from ds_fsmoe.tuning.micro_ops import degree_of_call
-
     call = sizes(99, k)
     if alltoall == "flat":
         crossings = float(k)
@@ -273,42 +223,36 @@ def test_tokens_that_cross_once_per_node_are_cut_by_what_crosses(alltoall: str, 
 
 
 def test_micro_ops_keep_to_the_planners_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ds_fsmoe.planning.decide import rules
-    from ds_fsmoe.tuning.micro_ops import degree_of_call
-    from tests.planning.test_rules import on_fast_links
+    own = list(rules.RULES)
 
-    plan = PhasePlan(BlockPlan(), Groups(4, 2, ep=4), backward=False)
-    assert degree_of_call(plan, sizes(99, 1), 1000, 64) > 3
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES, lambda proposal: proposal.order.degree <= 3])
-    assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 3
+    def degree(groups: Groups, *more: Callable[[Any], bool]) -> int:
+        monkeypatch.setattr(rules, "RULES", [*own, *more])
+        return degree_of_call(PhasePlan(BlockPlan(), groups, backward=False), sizes(99, 1), 1000, 64)
+
+    groups = Groups(4, 2, ep=4)
+    assert degree(groups) > 3
+    assert degree(groups, lambda proposal: proposal.order.degree <= 3) == 3
     # Both phases have the same chunks, so that a rule for one of them holds for both.
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES[:-1], lambda each: not each.backward or each.order.degree <= 2])
-    assert degree_of_call(plan, sizes(99, 1), 1000, 64) == 2
+    assert degree(groups, lambda proposal: not proposal.backward or proposal.order.degree <= 2) == 2
     # Nothing is measured, so that a rule that asks for costs is told of none.
-    monkeypatch.setattr(rules, "RULES", [*rules.RULES[:-1], on_fast_links])
-    sharded = PhasePlan(BlockPlan(), Groups(8, 4, esp=2, ep=4), backward=False)
-    assert degree_of_call(sharded, sizes(99, 1), 1000, 64) > 3
+    assert degree(Groups(8, 4, esp=2, ep=4), on_fast_links) > 3
 
 
 def test_the_largest_call_of_the_first_step_counts() -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock
-    from ds_fsmoe.tuning.micro_ops import MicroOps
-
     micro_ops = MicroOps(FSMoEBlock(schedule="lina", gradient_partition=GradientPartitionBlock(chunk_bytes=1024)))
     noted: list[Callable[[Any], None]] = []
-    pipeline = SimpleNamespace(watched=lambda on_call: noted.append(on_call))
+    pipeline = SimpleNamespace(watched=noted.append)
     for is_training, capacity in ((True, 3), (True, 12), (False, 99), (True, 5)):
+        noted.clear()
         call: Any = SimpleNamespace(label="L00", is_training=is_training, pipeline=pipeline)
-        before = len(noted)
         micro_ops.watch(call)
-        for each in noted[before:]:
+        for each in noted:
             each(sizes(capacity, 1))
     plan = LayerPlan(BlockPlan(), BlockPlan(), "flat")
     phase = PhasePlan(BlockPlan(), Groups(4, 4, ep=4), backward=False)
     given: list[LayerPlan] = []
-    layer: Any = SimpleNamespace(
-        pipeline=SimpleNamespace(forward=phase), fsmoe=SimpleNamespace(plan=plan, apply=given.append)
-    )
+    state = SimpleNamespace(plan=plan, apply=given.append)
+    layer: Any = SimpleNamespace(pipeline=SimpleNamespace(forward=phase), fsmoe=state)
     assert micro_ops.chunk_layers({"L00": layer})
     # 8 experts of 12 slots of 64 bytes are 6 micro-ops.
     assert given == [replace(plan, forward=BlockPlan(6), backward=BlockPlan(6))]

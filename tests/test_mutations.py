@@ -30,11 +30,11 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("before", CHANGES)
-def test_a_function_is_broken_in_one_place(before: str) -> None:
-    source = f'def f(a, b):\n    "ü"\n    {before}\n'
-    changed = [each.applied(source) for each in mutations_of("f.py", source)]
-    assert f'def f(a, b):\n    "ü"\n    {CHANGES[before]}\n' in changed
+def test_a_function_is_broken_in_one_place() -> None:
+    for before, after in CHANGES.items():
+        source = f'def f(a, b):\n    "ü"\n    {before}\n'
+        changed = [each.applied(source) for each in mutations_of("f.py", source)]
+        assert source.replace(before, after) in changed, before
 
 
 def test_words_annotations_and_what_is_no_function_stay() -> None:

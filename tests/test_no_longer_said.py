@@ -8,8 +8,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
+from tests.pages import blocks_of
 from tests.sources import FILES, ROOT, named, tree
 
 WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
@@ -81,30 +80,20 @@ def names_in(tree: ast.AST, is_inside: bool = False) -> Iterator[tuple[int, str]
                     yield each.lineno, each.id
                 elif isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
                     yield each.lineno, each.attr
+        elif isinstance(node, ast.stmt | ast.excepthandler | ast.match_case):
             yield from names_in(node, is_inside)
-        else:
-            yield from names_in(node, is_inside)
-
-
-def documented(tree: ast.AST) -> set[int]:
-    """The ids of docstrings, and of the strings behind a field or a constant that describe it."""
-    return {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
 
 
 # Texts that hold such a word rightly: old names that are read.
 TEXTS = ("    Wires = CommDtype",)
 
 
-def messages_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each string that is a sentence or a part of one: keys of data have no space."""
-    apart = documented(tree)
+def texts_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each string with a space or a slash, docstrings and descriptions of fields left out."""
+    apart = {id(each.value) for each in ast.walk(tree) if isinstance(each, ast.Expr)}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Constant)
-            and isinstance(node.value, str)
-            and id(node) not in apart
-            and " " in node.value
-        ):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart
+        if is_text and {" ", "/"} & set(node.value):
             yield node.lineno, node.value
 
 
@@ -112,30 +101,27 @@ def words_of(name: str) -> set[str]:
     return {each.lower() for each in WORD.findall(name)}
 
 
-def test_no_name_has_a_word_that_is_no_longer_said() -> None:
-    found = []
-    for path in FILES:
-        for line, name in ((0, path.stem), *names_in(tree(path))):
-            if name not in NAMES and words_of(name) & SAID["name"]:
-                found.append(f"{named(path)}:{line} {name}")
-    assert found == []
+def test_no_name_has_a_word_that_is_no_longer_said_and_every_exception_is_needed() -> None:
+    every = [(path, *each) for path in FILES for each in ((0, path.stem), *names_in(tree(path)))]
+    said = [(path, line, name) for path, line, name in every if words_of(name) & SAID["name"]]
+    assert [f"{named(path)}:{line} {name}" for path, line, name in said if name not in NAMES] == []
+    assert set(NAMES) == {name for _, _, name in said}
 
 
-def test_no_message_has_a_word_that_is_no_longer_said() -> None:
+def test_no_message_has_a_word_that_is_no_longer_said_and_no_text_that_is_printed_a_word_of_before() -> None:
+    """A message is a sentence or a part of one: keys of data have no space, and heads and names of measures a slash."""
     words = sorted(SAID["message"], key=len, reverse=True)
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, words))})\b", re.IGNORECASE)
-    found = [
-        f"{named(path)}:{line} {match[0]}: {text[:80]}"
-        for path in FILES
-        for line, text in messages_in(tree(path))
-        if (match := pattern.search(text)) and not text.startswith(TEXTS)
-    ]
+    found = []
+    for path in (*FILES, *(ROOT / "examples").rglob("*.py")):
+        is_ours = path in FILES
+        for line, text in texts_in(tree(path)):
+            is_message = is_ours and " " in text and not text.startswith(TEXTS)
+            if (is_message and pattern.search(text)) or (OLD.search(text) and text not in ALLOWED):
+                found.append(f"{path.relative_to(ROOT)}:{line} {text}")
     assert found == []
-
-
-def test_every_exception_is_needed() -> None:
-    names = {path.stem for path in FILES} | {name for path in FILES for _, name in names_in(tree(path))}
-    assert {name for name in NAMES if name not in names or not words_of(name) & SAID["name"]} == set()
+    for code in ('x = "in degree 2"', 'y = f"{z}/degree"', 'x = f"{y} esp_size {z}"', 'print("run uncut")'):
+        assert any(OLD.search(text) for _, text in texts_in(ast.parse(code))), code
 
 
 # ---- words of the config
@@ -146,42 +132,16 @@ OLD = re.compile(r"\b(pipeline_degree|esp_size|degrees?|uncut)\b")
 ALLOWED = {"MOELayer: pipeline_degree = "}
 
 
-def printed(of: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a file that are sentences, heads or names of measures: keys of data have no space or slash."""
-    apart = documented(of)
-    for node in ast.walk(of):
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in apart
-        if is_text and {" ", "/"} & set(node.value):
-            yield node.lineno, node.value
-
-
-def test_no_text_that_is_printed_has_a_word_of_before() -> None:
-    found = [
-        f"{file.relative_to(ROOT)}:{line}: {text}"
-        for file in (*FILES, *(ROOT / "examples").rglob("*.py"))
-        for line, text in printed(tree(file))
-        if OLD.search(text) and text not in ALLOWED
-    ]
-    assert found == []
-
-
-@pytest.mark.parametrize(
-    "line", ['x = "in degree 2"', 'y = f"{z}/degree"', 'x = f"{y} esp_size {z}"', 'print("run uncut")']
-)
-def test_a_text_with_such_a_word_is_found(line: str) -> None:
-    assert any(OLD.search(text) for _, text in printed(ast.parse(f'"""Doc of a degree."""\nx = {line}')))
-
-
 def test_pages_that_quote_logs_and_errors_have_no_word_of_before() -> None:
     """In the blocks that show what is printed; a block that shows a config may have both words."""
-    found = []
-    for page in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"):
-        if page.name in ("planning.md", "scale.md", "extend.md", "config.md", "glossary.md"):
-            continue
-        language = None
-        for line in page.read_text().splitlines():
-            if fence := re.match(r" *```(\w*)", line):
-                language = fence[1] if language is None else None
-            elif language in ("", "text") and OLD.search(line):
-                found.append(f"{page.relative_to(ROOT)}: {line}")
+    apart = ("planning.md", "scale.md", "extend.md", "config.md", "glossary.md")
+    found = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in (*(ROOT / "docs").rglob("*.md"), ROOT / "README.md")
+        if page.name not in apart
+        for language, text in blocks_of(page.read_text())
+        if language in ("", "text")
+        for line in text.splitlines()
+        if OLD.search(line)
+    ]
     assert found == []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,6 @@ from ds_fsmoe.planning.call_shape import CallShape
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.decide.presets import NAMES
-from ds_fsmoe.planning.decide.step_time import StepTimes
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
@@ -49,82 +48,21 @@ class Model:
     testbed: str
     groups: Groups
     shape: Shape
-    options: tuple[str, ...]
-    """The same on the command line."""
     kappa: float = 0.0
 
 
 MODELS = {
     "the paper's groups": Model(
-        "testbed_b",
-        Groups(32, 4, mp=4, esp=4, ep=8),
-        Shape(2, 512, 1024, 4096, 8, 2, 1.0, heads=16),
-        [
-            "--mp",
-            "4",
-            "--esp",
-            "4",
-            "--ep",
-            "8",
-            "--samples",
-            "2",
-            "--length",
-            "512",
-            "--width",
-            "1024",
-            "--hidden",
-            "4096",
-            "--experts",
-            "8",
-        ],
+        "testbed_b", Groups(32, 4, mp=4, esp=4, ep=8), Shape(2, 512, 1024, 4096, 8, 2, 1.0, heads=16)
     ),
     "links that contend": Model(
         "testbed_a",
         Groups(48, 8, mp=8, esp=8, ep=2),
         Shape(1, 1024, 4096, 4096, 8, 2, 2.0, "mixtral", heads=32),
-        [
-            "--mp",
-            "8",
-            "--esp",
-            "8",
-            "--ep",
-            "2",
-            "--length",
-            "1024",
-            "--width",
-            "4096",
-            "--hidden",
-            "4096",
-            "--experts",
-            "8",
-            "--ffn",
-            "mixtral",
-            "--heads",
-            "32",
-        ],
         kappa=0.48,
     ),
     "a capacity that chunks do not divide": Model(
-        "testbed_b",
-        Groups(32, 4, esp=2, ep=16),
-        Shape(1, 104, 512, 2048, 16, 2, 1.0, heads=16),
-        [
-            "--mp",
-            "1",
-            "--esp",
-            "2",
-            "--ep",
-            "16",
-            "--length",
-            "104",
-            "--width",
-            "512",
-            "--hidden",
-            "2048",
-            "--experts",
-            "16",
-        ],
-        kappa=0.2,
+        "testbed_b", Groups(32, 4, esp=2, ep=16), Shape(1, 104, 512, 2048, 16, 2, 1.0, heads=16), kappa=0.2
     ),
 }
 
@@ -141,12 +79,16 @@ def cluster_file(model: Model, folder: Path) -> Path:
 
 def printed(model: Model, name: str, folder: Path) -> dict[str, Any]:
     """What the command writes for programs."""
-    out = folder / "plan.json"
-    factor = "none" if model.shape.capacity_factor is None else str(model.shape.capacity_factor)
-    known = ["--dp", str(model.groups.stage // model.groups.mp), "--capacity-factor", factor, "--json", str(out)]
-    arguments = ["--cluster", str(cluster_file(model, folder)), "--layers", str(LAYERS), "--preset", name]
-    micro_ops = ["--chunk-bytes", str(MICRO_OP_BYTES)] if name == "lina" else []
-    assert cli.main(["plan", *arguments, *model.options, *known, *micro_ops]) == 0
+    out, groups, shape = folder / "plan.json", model.groups, model.shape
+    arguments = ["--cluster", str(cluster_file(model, folder)), "--json", str(out), "--preset", name]
+    options = {
+        **{"dp": groups.stage // groups.mp, "mp": groups.mp, "esp": groups.esp, "ep": groups.ep, "layers": LAYERS},
+        **{"samples": shape.B, "length": shape.L, "width": shape.M, "hidden": shape.H, "experts": shape.E},
+        **{"capacity-factor": shape.capacity_factor, "heads": shape.heads, "ffn": shape.ffn},
+        **({"chunk-bytes": MICRO_OP_BYTES} if name == "lina" else {}),
+    }
+    words = [word for option, value in options.items() for word in (f"--{option}", str(value))]
+    assert cli.main(["plan", *arguments, *words]) == 0
     return json.loads(out.read_text())["plan"]
 
 
@@ -215,31 +157,23 @@ def as_printed(block: BlockPlan) -> tuple[int, str]:
     return block.degree, LINKS_IN_WORDS[block.links]
 
 
-def test_a_step_whose_every_micro_batch_is_summed_is_so_many_steps_of_one(tmp_path: Path) -> None:
-    def predicted(**how: Any) -> tuple[StepTimes, StepTimes]:
-        model, _ = engine_model(next(iter(MODELS.values())), "best", tmp_path, **how)
-        search = model.search
-        return model.predict(search.candidates()[0]), model.predict(search.stock())
-
-    for one, last, each in zip(
-        predicted(), predicted(num_micro_batches=2), predicted(num_micro_batches=2, sums_each=True), strict=True
-    ):
-        assert astuple(each) == pytest.approx([2 * time_ms for time_ms in astuple(one)])
-        assert each.gradients_ms == 2 * last.gradients_ms > 0
-        assert one.chosen_ms < last.chosen_ms <= each.chosen_ms
+def predicted(folder: Path, **how: Any) -> list[dict[str, float]]:
+    """Of the best plan and of stock's."""
+    model, _ = engine_model(next(iter(MODELS.values())), "best", folder, **how)
+    return [asdict(model.predict(each)) for each in (model.search.candidates()[0], model.search.stock())]
 
 
-def test_what_a_steps_first_forward_waits_is_in_it_once_whatever_the_plan(tmp_path: Path) -> None:
-    def predicted(**how: Any) -> list[dict[str, float]]:
-        model, _ = engine_model(next(iter(MODELS.values())), "best", tmp_path, **how)
-        plans = model.search.candidates()[0], model.search.stock()
-        return [asdict(model.predict(each)) for each in plans]
-
+def test_a_step_of_several_micro_batches_is_so_many_steps_of_one_and_waits_once(tmp_path: Path) -> None:
+    both = {"num_micro_batches": 2}
+    each_summed = predicted(tmp_path, **both, sums_each=True)
+    for one, last, each in zip(predicted(tmp_path), predicted(tmp_path, **both), each_summed, strict=True):
+        assert each == pytest.approx({name: 2 * time_ms for name, time_ms in one.items()})
+        assert each["gradients_ms"] == 2 * last["gradients_ms"] > 0
+        assert one["chosen_ms"] < last["chosen_ms"] <= each["chosen_ms"]
     longer = {"chosen_ms", "isolated_ms", "deepspeed_ms", "dense_ms", "bound_ms"}
-    for how in ({"num_micro_batches": 2}, {"num_micro_batches": 3, "sums_each": True}):
-        for one, other in zip(predicted(**how), predicted(**how, wait_ms=7.0), strict=True):
-            assert other == pytest.approx({name: value + 7.0 * (name in longer) for name, value in one.items()})
-    (one, _), (other, _) = (predicted(in_stages=True, wait_ms=wait_ms) for wait_ms in (0.0, 7.0))
+    for one, other in zip(each_summed, predicted(tmp_path, **both, sums_each=True, wait_ms=7.0), strict=True):
+        assert other == pytest.approx({name: value + 7.0 * (name in longer) for name, value in one.items()})
+    (one, _), (other, _) = (predicted(tmp_path, in_stages=True, wait_ms=wait_ms) for wait_ms in (0.0, 7.0))
     assert one == other, "stages are measured as whole batches"
 
 
