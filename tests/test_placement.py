@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,21 +15,21 @@ import torch
 pytest.importorskip("transformers")
 
 import ds_fsmoe
-from ds_fsmoe.config.reading import ConfigError, read_block
+from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.placement.moving import PlacementError
 from ds_fsmoe.placement.watch import Event, PlacementWatch, _left_in
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.placed_models import BALANCED, NUM_EXPERTS, made, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_moved_experts import drawn
 
 
 def hot_experts_spread(rank: int, world_size: int, stage: int) -> dict[str, Any]:
-    """Experts 0 and 1, at home on the first rank, are all that tokens choose."""
-    losses, norms, events = {}, {}, []
-    for placement in (None, BALANCED):
-        engine = made(stage, world_size, placement)
+    """Experts 0 and 1, at home on the first rank, are all that tokens choose; the config is one of 0.2.0."""
+    losses, norms, events, said = {}, {}, [], []
+    for placement in (None, BALANCED | {"spare_experts": 2}):
+        with patch("ds_fsmoe.engine.set_up.log_on_rank_0", lambda text, *level: said.append(text)):
+            engine = made(stage, world_size, placement)
         name = "placed" if placement else "stays"
         if placement:
             engine.fsmoe.placement_watch.on_event.append(events.extend)
@@ -37,13 +38,17 @@ def hot_experts_spread(rank: int, world_size: int, stage: int) -> dict[str, Any]
         if placement:
             now = {label: each.as_dict() for label, each in engine.fsmoe.placement.now.items()}
         engine.destroy()
-    return {"losses": losses, "norms": norms, "events": events, "now": now}
+    return {"losses": losses, "norms": norms, "events": events, "now": now, "said": said}
 
 
 @sampled(("world_size", "stage"), [(2, 2), (4, 2), (2, 0), (4, 3), (2, 1)])
-def test_experts_move_to_where_the_tokens_are_and_losses_stay(world_size: int, stage: int, tmp_path: Path) -> None:
+def test_experts_move_to_where_the_tokens_are_and_losses_stay_and_spare_places_of_before_are_one_warning(
+    world_size: int, stage: int, tmp_path: Path
+) -> None:
     found = run_on_ranks(hot_experts_spread, world_size, tmp_path, stage)
     for of_rank in found:
+        (line,) = of_rank["said"]
+        assert line.startswith("fsmoe.placement.spare_experts = 2 is ignored: remove it (no replicas since 0.2.0)")
         losses = of_rank["losses"]
         assert np.allclose(losses["placed"], losses["stays"], rtol=2e-5)
         assert of_rank["norms"]["placed"] == pytest.approx(of_rank["norms"]["stays"], rel=1e-4)
@@ -60,8 +65,6 @@ def test_experts_move_to_where_the_tokens_are_and_losses_stay(world_size: int, s
 
 
 def states_out_of_reach(rank: int, world_size: int) -> str:
-    from unittest.mock import patch
-
     engine = made(2, world_size, BALANCED)
     trained(engine, rank, range(2), (0, 1), world_size)
     try:
@@ -138,7 +141,6 @@ def test_moves_that_were_left_go_on_and_are_decided_anew_if_ranks_had_spare_plac
         {"before": {"L01": [[4, 3, 2, 1]] * 2}},
         {"wanted": {"L00": ExpertPlacement.at_start(8, 2).as_dict()}},
         {"wanted": {"L01": ExpertPlacement.at_start(4, 2).as_dict()}},
-        {"wanted": {"L00": {"expert_of_place": [0, 0, 1, 2], "num_experts": 4, "num_ranks": 2}}},
     ],
 )
 def test_what_was_left_of_other_layers_is_not_gone_on_with(spoilt: dict[str, Any]) -> None:
@@ -163,68 +165,6 @@ def test_nothing_moves_for_a_load_that_moves_on(tmp_path: Path) -> None:
     swaps, whys = run_on_ranks(moving_loads, 2, tmp_path)[0]
     assert whys
     assert swaps == 0
-
-
-@pytest.mark.parametrize(
-    ("written", "named"),
-    [
-        ({"placement": {"policy": "ballanced"}}, 'fsmoe.placement.policy = "ballanced"'),
-        ({"placement": {"policy": "nowhere.at.all"}}, "nowhere.at.all"),
-        ({"placement": {"spare_experts": -2}}, "fsmoe.placement.spare_experts = -2"),
-        ({"placement": {"every": 5}}, "fsmoe.placement.every = 5"),
-        ({"placement": "balanced", "esp_size": 2}, 'fsmoe.placement = "balanced"'),
-        ({"placement": {"policy": "balanced", "everry": 5}}, "everry"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_path_and_value(written: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True} | written})
-    assert named in str(caught.value)
-
-
-def test_the_name_of_a_policy_alone_is_a_placement() -> None:
-    assert read_block({"fsmoe": {"enabled": True, "placement": "balanced"}}).placement.policy == "balanced"
-    assert read_block({"fsmoe": {"enabled": True}}).placement.policy == "off"
-
-
-def spare_places_asked_for(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """What is logged as a warning where a config of 0.2.0 asks for replicas, and whether experts move."""
-    from unittest.mock import patch
-
-    said: list[str] = []
-    with patch("ds_fsmoe.engine.set_up.log_on_rank_0", lambda text, *level: said.append(text)):
-        engine = made(1, world_size, BALANCED | {"spare_experts": 2})
-    trained(engine, rank, range(9), (0, 1), world_size)
-    has_moved = not all(each.is_at_start for each in engine.fsmoe.placement.now.values())
-    engine.destroy()
-    return said, has_moved
-
-
-def test_spare_places_of_before_are_one_warning_and_experts_move(tmp_path: Path) -> None:
-    for said, has_moved in run_on_ranks(spare_places_asked_for, 2, tmp_path):
-        (line,) = said
-        assert line.startswith("fsmoe.placement.spare_experts = 2 is ignored: remove it (no replicas since 0.2.0)")
-        assert has_moved
-
-
-def norms_of_a_step(rank: int, world_size: int, stage: int) -> dict[str, float]:
-    """The norm of the first step, experts in places that are drawn before it."""
-    found = {}
-    for name in ("stays", "placed"):
-        engine = made(stage, world_size, {"policy": "balanced", "every": 1000})
-        if name == "placed":
-            placement = engine.fsmoe.placement
-            placement.go_to({label: drawn(now, 3 + at) for at, (label, now) in enumerate(placement.now.items())})
-        trained(engine, rank, range(1), None, world_size)
-        found[name] = engine.get_global_grad_norm()
-        engine.destroy()
-    return found
-
-
-@sampled("stage", [2, 0, 1, 3], kept=[])
-def test_the_norm_of_a_step_does_not_depend_on_where_experts_are(stage: int, tmp_path: Path) -> None:
-    for found in run_on_ranks(norms_of_a_step, 2, tmp_path, stage):
-        assert found["placed"] == pytest.approx(found["stays"], rel=1e-6)
 
 
 def spoiled_expert(rank: int, world_size: int) -> str:

@@ -8,24 +8,19 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from ds_fsmoe import CallbackBase, ConfigError
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Observer, SerialLanes
-from ds_fsmoe.execution.pipeline import CallSizes as CalledWith
 from ds_fsmoe.execution.pipeline import LayerPipeline
 from ds_fsmoe.files.traces import range_name, rank_file, read_trace
-from ds_fsmoe.observing.call_observer import CallObserver, call_sizes
+from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
@@ -34,10 +29,11 @@ from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.groups import Fanout, Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
-from ds_fsmoe.planning.schedule import A2A_IN, EXPERT_GRAD, GRAD, HOLD, Schedule
+from ds_fsmoe.planning.schedule import A2A_IN, HOLD, Schedule
 from ds_fsmoe.planning.timeline import IDEAL, Timeline, simulate
 from ds_fsmoe.planning.workload import BlockWork, Shape, kind_costs, layer_work
 from tests.calls import call_of
+from tests.covering import covering
 from tests.ranks import run_on_ranks
 from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch
 from tests.trace_cases import assert_no_overlap, assert_valid, events_of, make_tracer, row_names, written
@@ -69,43 +65,23 @@ def cluster_file(folder: Path, without: str = "") -> str:
 # ---- sizes
 
 
-@pytest.mark.parametrize("in_rows", [False, True], ids=["slots", "rows"])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize(("ffn", "num_products"), [("gpt", 2), ("mixtral", 3)])
-@pytest.mark.parametrize(("ep", "esp"), [(1, 1), (3, 1), (1, 2), (3, 2)])
-def test_sizes_of_a_call_are_those_of_the_planner(
-    ep: int, esp: int, ffn: str, num_products: int, backward: bool, in_rows: bool
-) -> None:
-    groups = Groups(world=6, gpus_per_node=2, ep=ep, esp=esp)
-    num_experts, capacity, width, hidden, dtype_bytes = 9, 7, 13, 22, 2
+@pytest.mark.parametrize(
+    ("ep", "esp", "ffn", "backward", "in_rows"),
+    covering((1, 3), (1, 2), ("gpt", "mixtral"), (False, True), (False, True)),
+)
+def test_sizes_of_a_call_are_those_of_the_planner(ep: int, esp: int, ffn: str, backward: bool, in_rows: bool) -> None:
+    groups, num_products = Groups(world=6, gpus_per_node=2, ep=ep, esp=esp), {"gpt": 2, "mixtral": 3}[ffn]
+    num_experts, capacity, width, hidden = 9, 7, 13, 22
     experts_here = num_experts // ep
     weights = experts_here * num_products * width * hidden // esp
     num_tokens = num_experts * capacity
     cut = {"num_tokens": num_tokens} if in_rows else {}
-    sizes = CallShape(num_experts, capacity, width, dtype_bytes, num_products * experts_here, weights, **cut)
+    sizes = CallShape(num_experts, capacity, width, 2, num_products * experts_here, weights, **cut)
     # Of that many tokens the planner sends as many copies as there are slots.
-    shape = Shape(
-        B=1,
-        L=num_tokens,
-        M=width,
-        H=hidden,
-        E=num_experts,
-        K=1,
-        capacity_factor=None if in_rows else 1.0,
-        ffn=ffn,
-        heads=1,
-        dtype_bytes=dtype_bytes,
-    )
+    sent = {"K": 1, "capacity_factor": None if in_rows else 1.0}
+    shape = Shape(B=1, L=num_tokens, M=width, H=hidden, E=num_experts, ffn=ffn, heads=1, dtype_bytes=2, **sent)
     layer = layer_work(shape, groups, whole_slots=True)
     assert moe_work(groups, backward, sizes) == (layer.backward if backward else layer.forward).moe
-
-
-@pytest.mark.parametrize(("expert", "num_products"), [(GPTFeedForward, 2), (MixtralFeedForward, 3)])
-def test_products_of_an_expert_are_its_matrices(expert: Callable[..., torch.nn.Module], num_products: int) -> None:
-    experts = ExpertSet([expert(5, 14) for _ in range(3)])
-    at = CalledWith(1, 7, 5, torch.bfloat16, 1, True, 6)
-    sizes = call_sizes(at, experts)
-    assert sizes == CallShape(6, 7, 5, 2, 3 * num_products, 3 * num_products * 5 * 14)
 
 
 def test_chunks_are_as_large_as_whole_slots_allow() -> None:
@@ -166,54 +142,6 @@ def test_each_call_has_the_prediction_of_its_own_sizes(make_tracer: Callable[...
     assert whole_ms == pytest.approx([2 * each for each in expected_ms], rel=1e-5)
     # The part that is cut anew is whole slots: 11 are 6 and 5, or 5 and 6.
     assert len({round(each, 6) for each in found[1, "fwd"]}) == 2
-
-
-class Gradients:
-    """Two slices in every backward, of two buffers."""
-
-    flats = (SimpleNamespace(element_bytes=4), SimpleNamespace(element_bytes=2))
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def open(self, label: str) -> tuple[Any, ...]:
-        self.sent.append("opened")
-        sizes = ((GRAD, 0, 3, 1003), (EXPERT_GRAD, 1, 0, 3001))
-        return tuple(SimpleNamespace(kind=kind, flat=flat, first=first, stop=stop) for kind, flat, first, stop in sizes)
-
-    def tasks(self, parcel: Any) -> tuple[str, ...]:
-        return (parcel.kind,)
-
-    def send(self, parcel: Any, task: str) -> None:
-        self.sent.append(task)
-
-    def close(self) -> None:
-        self.sent.append("closed")
-
-
-def test_gradients_that_travel_in_a_backward_are_as_large_as_they_are(
-    make_tracer: Callable[..., Tracer], tmp_path: Path
-) -> None:
-    groups = Groups(world=4, gpus_per_node=4, ep=2)
-    plans = [PhasePlan(BlockPlan(), groups, backward=backward) for backward in (False, True)]
-    tracer, gradients = make_tracer(), Gradients()
-    plain = LayerPipeline(SerialLanes(), Collectives(lambda x, group: x, None, None), *plans, "L07", window=gradients)
-    tracer.step(0)
-    x_RM, experts = torch.randn(6 * 5, 7, requires_grad=True), ExpertSet([nn.Linear(7, 7) for _ in range(6)])
-    observer = CallObserver(tracer, predictor=Predictor(cluster_file(tmp_path)))
-    call_of(plain, x_RM, experts, observer)(x_RM, 6, 5, experts).sum().backward()
-    tracer.step(1)
-    assert gradients.sent == ["opened", "GRAD", "EXPERT_GRAD", "closed"]
-    events = {
-        event["args"]["kind"]: event["args"]
-        for event in events_of(written(tracer), "predicted")
-        if event["args"]["phase"] == "bwd"
-    }
-    # Among four ranks, and among the two that have the same experts; beside other traffic it may take longer.
-    cost = OPERATIONS["intra.all_reduce"]
-    for kind, size_bytes in ((GRAD, 4 * 1000), (EXPERT_GRAD, 2 * 3001)):
-        alone_ms = cost["alpha_ms"] + cost["beta_ms_per_byte"] * size_bytes
-        assert events[kind]["ms"] == pytest.approx(alone_ms, abs=2e-6)
 
 
 def test_a_prediction_that_cannot_be_made_costs_the_trace_nothing(make_tracer: Callable[..., Tracer]) -> None:
@@ -326,42 +254,6 @@ def test_two_ranks_trace_what_each_phase_should_take_beside_what_it_took(tmp_pat
             measured = runs["measured"][number]
             assert {event["name"] for event in measured} == {event["name"] for event in events}
             assert -2 <= min(event["ts"] for event in measured) - began_us < 300e3
-
-
-# ---- config
-
-
-@pytest.mark.parametrize(
-    ("cluster", "sentence"),
-    [
-        (
-            "testbed_c",
-            "fsmoe.trace.cluster = \"testbed_c\": no cluster or file 'testbed_c': did you mean",
-        ),
-        (3, "fsmoe.trace.cluster = 3: must be a string"),
-    ],
-)
-def test_a_cluster_that_is_none_is_refused_with_the_choices(cluster: Any, sentence: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read_block({"fsmoe": {"enabled": True, "trace": {"enabled": True, "cluster": cluster}}})
-    assert sentence in str(caught.value)
-
-
-def test_a_cluster_file_that_is_wrong_is_refused_with_the_field(tmp_path: Path) -> None:
-    path = Path(cluster_file(tmp_path))
-    path.write_text(path.read_text().replace('"gemm": {"alpha_ms": 0.07', '"gemm": {"alpha_ms": -1'))
-    with pytest.raises(
-        ConfigError, match=r"two\.json: operations\.gemm\.alpha_ms = -1: must be greater than or equal to 0"
-    ):
-        read_block({"fsmoe": {"enabled": True, "trace": {"cluster": str(path)}}})
-
-
-def test_a_cluster_by_name_or_file_is_taken(tmp_path: Path) -> None:
-    for cluster in ("testbed_b", cluster_file(tmp_path), None):
-        trace = {} if cluster is None else {"cluster": cluster}
-        block = read_block({"fsmoe": {"enabled": True, "trace": trace}})
-        assert block is not None
-        assert block.trace.cluster == cluster
 
 
 def test_a_cluster_without_a_number_that_a_group_needs_is_refused(tmp_path: Path) -> None:
