@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement of experts in training: what is decided from loads, what is done, and what is refused."""
+"""The placement of experts in training: what is decided from loads, what is done, and what is refused. Placements are
+saved, resumed and read from files, also between two moves and after a job that ended in one."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,17 +14,19 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
 import ds_fsmoe
-from ds_fsmoe.config.reading import read_block
+from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.placement.moving import PlacementError
 from ds_fsmoe.placement.watch import Event, PlacementWatch, _left_in
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
-from tests.placed_models import BALANCED, NUM_EXPERTS, made, trained
+from tests.placed_models import BALANCED, made, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
+from tests.test_moved_experts import everywhere
 
 
 def hot_experts_spread(rank: int, world_size: int, stage: int) -> dict[str, Any]:
@@ -133,40 +138,6 @@ def test_moves_that_were_left_go_on_and_are_decided_anew_if_ranks_had_spare_plac
         assert before["L00"].tolist() == rows["L00"]
 
 
-@pytest.mark.parametrize(
-    "spoilt",
-    [
-        {"since": "6"},
-        {"before": {"L00": [[4, 3], [2, 1]]}},
-        {"before": {"L01": [[4, 3, 2, 1]] * 2}},
-        {"wanted": {"L00": ExpertPlacement.at_start(8, 2).as_dict()}},
-        {"wanted": {"L01": ExpertPlacement.at_start(4, 2).as_dict()}},
-    ],
-)
-def test_what_was_left_of_other_layers_is_not_gone_on_with(spoilt: dict[str, Any]) -> None:
-    placements: Any = SimpleNamespace(now={"L00": ExpertPlacement.at_start(4, 2)})
-    whole = {"since": 6, "before": {"L00": [[4, 3, 2, 1]] * 2}, "wanted": {}}
-    assert _left_in(whole, placements)[0] == 6
-    with pytest.raises(ValueError):  # noqa: PT011
-        _left_in(whole | spoilt, placements)
-
-
-def moving_loads(rank: int, world_size: int) -> tuple[int, list[str]]:
-    """The hot experts change with every stretch of steps."""
-    engine, events = made(2, world_size, BALANCED), []
-    engine.fsmoe.placement_watch.on_event.append(events.extend)
-    for stretch in range(4):
-        first = (stretch * NUM_EXPERTS // 2) % NUM_EXPERTS
-        trained(engine, rank, range(2 * stretch, 2 * stretch + 2), (first, first + 1), world_size)
-    return sum(each.num_swaps for each in events), [each.why for each in events]
-
-
-def test_nothing_moves_for_a_load_that_moves_on(tmp_path: Path) -> None:
-    swaps, whys = run_on_ranks(moving_loads, 2, tmp_path)[0]
-    assert whys
-    assert swaps == 0
-
-
 def spoiled_expert(rank: int, world_size: int) -> str:
     """Expert 5 makes nan where it has been moved to."""
     from ds_fsmoe.checks.expert_results import ExpertResultError
@@ -196,3 +167,123 @@ def test_an_expert_that_has_moved_is_named_by_its_own_number(tmp_path: Path) -> 
     found = run_on_ranks(spoiled_expert, 2, tmp_path)
     assert found[0] == found[1]
     assert "expert 5 returned nan or infinity for finite rows" in found[0]
+
+
+# ---- files
+
+
+def resumed(rank: int, world_size: int, folder: str, stage: int) -> list[str]:
+    """A checkpoint between two moves; a job that resumes has the losses of the job that goes on."""
+    said = []
+    engine = made(stage, world_size, BALANCED)
+    trained(engine, rank, range(6), (0, 1, 2), world_size)
+    watch = engine.fsmoe.placement_watch
+    if not watch.wanted or all(each.is_at_start for each in engine.fsmoe.placement.now.values()):
+        said.append("the checkpoint is not between two moves")
+    before, where = everywhere(engine.fsmoe.placement), dict(engine.fsmoe.placement.now)
+    engine.save_checkpoint(folder, tag="between")
+    if everywhere(engine.fsmoe.placement) != before or engine.fsmoe.placement.now != where:
+        said.append("saving has changed where experts are, or what they hold")
+    wanted = trained(engine, rank, range(6, 10), (0, 1, 2), world_size)
+    at_end = dict(engine.fsmoe.placement.now)
+    engine.destroy()
+    again = made(stage, world_size, BALANCED)
+    again.load_checkpoint(folder, tag="between")
+    if everywhere(again.fsmoe.placement) != before or again.fsmoe.placement.now != where:
+        said.append("loading has not brought everything back")
+    found = trained(again, rank, range(6, 10), (0, 1, 2), world_size)
+    if found != wanted:
+        said.append(f"losses {found} for {wanted}")
+    if again.fsmoe.placement.now != at_end:
+        said.append("experts went elsewhere")
+    again.destroy()
+    # One whose experts stay reads the same checkpoint.
+    plain = made(stage, world_size, None)
+    plain.load_checkpoint(folder, tag="between")
+    if not np.allclose(trained(plain, rank, range(6, 10), (0, 1, 2), world_size), wanted, rtol=2e-5):
+        said.append("a job whose experts stay goes on otherwise")
+    plain.destroy()
+    return said
+
+
+@pytest.mark.long
+@sampled(("world_size", "stage"), [(2, 2), (2, 3), (4, 0)], kept=[0])
+def test_a_checkpoint_between_two_moves_is_whole_and_resumes(world_size: int, stage: int, tmp_path: Path) -> None:
+    assert run_on_ranks(resumed, world_size, tmp_path, str(tmp_path / "saved"), stage) == [[]] * world_size
+
+
+def files_of_placements(rank: int, world_size: int, folder: str) -> list[str]:
+    said = []
+    file = Path(folder) / "placement.json"
+    engine = made(2, world_size, BALANCED)
+    trained(engine, rank, range(8), (0, 1), world_size)
+    engine.fsmoe.placement.save(file)
+    dist.barrier()
+    where = dict(engine.fsmoe.placement.now)
+    engine.destroy()
+    engine = made(2, world_size, {"file": str(file)})
+    if engine.fsmoe.placement.now != where or engine.fsmoe.placement_watch is not None:
+        said.append("experts are not where the file says")
+    engine.destroy()
+    whole = json.loads(file.read_text())
+    paths = list(whole["layers"])
+    of_others = {
+        "other.json": {"format": 1, "layers": {"model.other": whole["layers"][paths[0]]}},
+        "fewer.json": {
+            "format": 1,
+            "layers": {each: ExpertPlacement.at_start(4 * world_size, world_size).as_dict() for each in paths},
+        },
+    }
+    for name, content in of_others.items():
+        bad = Path(folder) / name
+        if rank == 0:
+            bad.write_text(json.dumps(content))
+        dist.barrier()
+        try:
+            made(2, world_size, {"file": str(bad)})
+            said.append(f"{name} was taken")
+        except ConfigError as error:
+            if str(bad) not in str(error) or "fsmoe.placement.file" not in str(error):
+                said.append(f"{name}: {error}")
+    return said
+
+
+@pytest.mark.long
+def test_a_placement_is_read_from_a_file_and_one_of_another_model_is_refused(tmp_path: Path) -> None:
+    assert run_on_ranks(files_of_placements, 2, tmp_path, str(tmp_path)) == [[]] * 2
+
+
+def ends_while_moving(rank: int, world_size: int, folder: str) -> None:
+    engine = made(2, world_size, BALANCED)
+    trained(engine, rank, range(3), (0, 1, 2), world_size)
+    engine.save_checkpoint(folder, tag="before")
+
+    def ends(operations: Any) -> Any:
+        if rank == 1:
+            os._exit(9)
+        return exchange(operations)
+
+    exchange, dist.batch_isend_irecv = dist.batch_isend_irecv, ends
+    trained(engine, rank, range(3, 9), (0, 1, 2), world_size)
+
+
+def goes_on(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float], bool]:
+    losses, has_moved = [], False
+    for placement in (BALANCED, None):
+        engine = made(2, world_size, placement)
+        engine.load_checkpoint(folder)
+        losses.append(trained(engine, rank, range(3, 9), (0, 1, 2), world_size))
+        if placement is not None:
+            has_moved = not all(each.is_at_start for each in engine.fsmoe.placement.now.values())
+        engine.destroy()
+    return losses[0], losses[1], has_moved
+
+
+@pytest.mark.long
+def test_the_last_checkpoint_is_whole_after_a_rank_has_ended_in_the_middle_of_a_move(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    with pytest.raises(RuntimeError):
+        run_on_ranks(ends_while_moving, 2, tmp_path / "first", folder)
+    for placed, stays, moved in run_on_ranks(goes_on, 2, tmp_path / "second", folder):
+        assert moved
+        assert np.allclose(placed, stays, rtol=2e-5)

@@ -24,7 +24,7 @@ from ds_fsmoe.observing.call_observer import CallObserver
 from ds_fsmoe.observing.predicted import MeasuredPredictor, Predictor
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.planning.block import BlockPlan, block_schedule
-from ds_fsmoe.planning.call_shape import CallShape, moe_work, sized
+from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LayerCosts
 from ds_fsmoe.planning.groups import Fanout, Groups
@@ -82,22 +82,6 @@ def test_sizes_of_a_call_are_those_of_the_planner(ep: int, esp: int, ffn: str, b
     shape = Shape(B=1, L=num_tokens, M=width, H=hidden, E=num_experts, ffn=ffn, heads=1, dtype_bytes=2, **sent)
     layer = layer_work(shape, groups, whole_slots=True)
     assert moe_work(groups, backward, sizes) == (layer.backward if backward else layer.forward).moe
-
-
-def test_chunks_are_as_large_as_whole_slots_allow() -> None:
-    plan = PhasePlan(BlockPlan(3, "paper"), Groups(world=2, gpus_per_node=2, ep=2), backward=False)
-    sizes = CallShape(num_experts=4, capacity=5, width=3, dtype_bytes=4, num_products=4, num_weights=100)
-    schedule = sized(plan.schedule, plan, sizes)
-    rows = {"A2A_IN": [], "EXPERT": [], "A2A_OUT": []}
-    for task in schedule.tasks:
-        rows[task.kind].append(task.size)
-    # Two slots, one, and two.
-    assert rows["A2A_IN"] == rows["A2A_OUT"] == [pytest.approx(4 * slots * 3 * 4) for slots in (2, 1, 2)]
-    # Each of the experts here meets the slots of both ranks.
-    assert rows["EXPERT"] == [pytest.approx(2 * 2 * slots * 100) for slots in (2, 1, 2)]
-    assert {task.launches for task in schedule.tasks if task.kind == "EXPERT"} == {4}
-    stripped = [replace(task, size=0.0, launches=1) for task in schedule.tasks]
-    assert stripped == [replace(task, size=0.0, launches=1) for task in plan.schedule.tasks]
 
 
 def test_a_call_without_slots_costs_its_launches_alone(tmp_path: Path) -> None:
