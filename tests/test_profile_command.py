@@ -74,7 +74,6 @@ def test_two_ranks_write_a_file_that_a_plan_is_made_from(tmp_path: Path, capsys:
     [
         (["--out", "{folder}"], "--out {folder}: is a folder; name a file in it"),
         (["--out", "{folder}/file/x.json"], "--out {folder}/file/x.json: cannot be written: Not a directory"),
-        (["--out", "{folder}/x", "--ranks-per-node", "-1"], "--ranks-per-node = -1: must divide the 1 ranks"),
         (["--out", "{folder}/x", "--max-bytes", "3"], "--max-bytes = 3: must be at least 1024"),
     ],
 )

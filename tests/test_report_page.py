@@ -43,11 +43,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_two_runs_are_shown_beside_each_other(shown: tuple[Path, str]) -> None:
     _, page = shown
     for words in (
-        "stock DeepSpeed and ds_fsmoe, best",
-        "<b>undecided</b>",
-        "a &lt;CPU&gt;",
-        "L00 to L01 (2)",
-        "12.5%",
+        *("stock DeepSpeed and ds_fsmoe, best", "<b>undecided</b>", "a &lt;CPU&gt;", "L00 to L01 (2)", "12.5%"),
         "No straight line describes all-to-all",
         "<th>critical path, ms</th><th>stock DeepSpeed</th><th>ds_fsmoe, best</th>",
         "the link &lt;between&gt; nodes",
@@ -55,12 +51,8 @@ def test_two_runs_are_shown_beside_each_other(shown: tuple[Path, str]) -> None:
         "<td>fsmoe.enabled</td><td>false</td><td>true</td>",
         "python &#39;train it.py&#39; &#39;--lr=&lt;1&gt;&#39;",
         "<td>commit</td><td>abc1234, with changes</td>",
-        "<b>3 GiB</b>",
-        "<b>51,200</b>",
+        *("<b>3 GiB</b>", "<b>51,200</b>", "what they took decided", "plans tried, round 1", "19.5"),
         "the lower bound of these tasks is 15 ms",
-        "what they took decided",
-        "plans tried, round 1",
-        "19.5",
         "decided 2 times, once with a change: 1 exchange(s)",
         "Last decision: stays &lt;so&gt;.",
         "<td>1 of 2</td><td>1</td><td>L01</td><td>1.70</td><td>1.15</td><td>1.35</td><td>2.75</td>",

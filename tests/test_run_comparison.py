@@ -148,20 +148,6 @@ def test_short_tasks_and_little_traffic_are_named(tmp_path: Path) -> None:
         assert reasons(Run(tmp_path), ours, RunTimes(10, 10.0, {})) == []
 
 
-def test_why_layers_are_not_cut_is_told_from_what_was_asked_for(tmp_path: Path) -> None:
-    def said(why: str | None = None, **block: object) -> str:
-        ours = Run(tmp_path, {"block": block, "why_untuned": why})
-        return " ".join(reasons(Run(tmp_path), ours, RunTimes(10, 10.0, {})))
-
-    assert said().endswith("it ended too soon for that")
-    assert said(autotune={"enabled": False}).endswith('"autotune" is false')
-    assert said("a single rank has no communication to hide", autotune={"enabled": False}).endswith(
-        "because a single rank has no communication to hide"
-    )
-    assert "num_chunks was set by hand (2 forward)" in said(pipeline_degree={"forward": 2})
-    assert said(schedule="lina") == ""
-
-
 # ---- runs that took turns
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.fail_together import MeasuringError
-from ds_fsmoe.tuning.table import span
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -114,11 +113,6 @@ def test_all_stages_try_refine_and_watch_the_same_batches(
     assert set(watched.phases) == {f"stage{i}/{phase}" for i in range(num_stages) for phase in ("forward", "backward")}
     assert all(each.measured_ms > 0 for each in watched.phases.values())
     assert watched.whole.predicted_ms == pytest.approx(first["step"].chosen_ms + watched.rest.predicted_ms)
-
-
-def test_layers_of_a_stage_are_named_with_it() -> None:
-    assert span(["stage1/L00", "stage1/L01", "stage1/L02"]) == "stage1/L00..L02"
-    assert span(["stage1/L00", "stage1/L02"]) == "stage1/L00, stage1/L02"
 
 
 # ---- a stage that fails

@@ -125,7 +125,7 @@ def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], rank
     return found, [each for each in said.lines if "in one chunk (" in each or "in one chunk: " in each], degrees
 
 
-def compared(rank: int, world_size: int, names: list[str]) -> list[str]:
+def compared(rank: int, names: list[str]) -> list[str]:
     wrong = []
     for number, what in enumerate(names):
         behind = (UNCUT | STAY_CUT)[what]
@@ -141,19 +141,25 @@ def compared(rank: int, world_size: int, names: list[str]) -> list[str]:
     return wrong
 
 
-def test_experts_that_differ_in_chunks_are_not_cut_and_others_are(tmp_path: Path) -> None:
-    by_class, norm, by_trial, mixes, _ = UNCUT
-    names = [by_class, norm, by_trial, mixes, "frozen dropout"]
-    assert run_on_ranks(compared, 2, tmp_path, names) == [[], []]
-
-
-def one_rank_alone(rank: int, world_size: int) -> list:
+def alone(rank: int) -> list[tuple[list[tuple[int, int]], int]]:
+    """Degrees and the number of sentences where experts differ on one rank alone, as they are made or later."""
     found = []
     by_class, by_trial = lambda: nn.Dropout(0.3), lambda: Function(functional_dropout)
     for behind, on_rank, late in ((by_class, 1, False), (by_trial, 0, False), (by_class, 1, True)):
         _, said, degrees = trained(rank, CUT, behind, (on_rank,), late)
         found.append((degrees, len(said)))
     return found
+
+
+def on_two_ranks(rank: int, world_size: int) -> tuple[list[str], list[tuple[list[tuple[int, int]], int]]]:
+    by_class, norm, by_trial, mixes, _ = UNCUT
+    return compared(rank, [by_class, norm, by_trial, mixes, "frozen dropout"]), alone(rank)
+
+
+def test_experts_that_differ_in_chunks_are_not_cut_on_any_rank_and_others_are(tmp_path: Path) -> None:
+    for rank, (wrong, of_one) in enumerate(run_on_ranks(on_two_ranks, 2, tmp_path)):
+        assert wrong == []
+        assert of_one == [([(2, 3), (1, 1)], 1 - rank)] * 3
 
 
 def tuned(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[bool]]:
@@ -168,11 +174,6 @@ def test_the_autotuner_does_not_cut_them_either(tmp_path: Path) -> None:
     first, second = run_on_ranks(tuned, 2, tmp_path)
     assert first == ([(2, 3), (1, 1)], [False, True])
     assert second[0] == [(2, 3), (1, 1)]
-
-
-def test_what_one_rank_finds_holds_on_all(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(one_rank_alone, 2, tmp_path)
-    assert of_ranks == [[([(2, 3), (1, 1)], 1)] * 3, [([(2, 3), (1, 1)], 0)] * 3]
 
 
 @pytest.mark.parametrize("what", [*UNCUT, *STAY_CUT])
