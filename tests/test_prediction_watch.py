@@ -31,7 +31,7 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, EXPERT_GRAD, GRAD, Schedule
 from ds_fsmoe.planning.timeline import Span, Timeline, simulate
 from ds_fsmoe.tuning.autotune import TuningResult
-from ds_fsmoe.tuning.drift import BEFORE_NEXT, IN_A_ROW, BatchWatch, Compared, PredictionWatch, StepComparison
+from ds_fsmoe.tuning.drift import BatchWatch, Compared, PredictionWatch, StepComparison
 from ds_fsmoe.tuning.tuned_model import OfStages
 from tests.fake_clock import FakeClock
 from tests.logged import Said
@@ -286,16 +286,6 @@ def test_a_batch_is_compared_with_what_is_predicted_of_it_and_what_was_left_over
     assert found.phases == {"stage0/forward": Compared(6.0, 7.0), "stage0/backward": Compared(10.0, 11.0)}
     for step in (None, replace(batch_of(33.0), batch_ms=None), replace(batch_of(33.0), num_backwards=0)):
         assert watched.play(step) is None, "it was not seen whole"
-
-
-def test_batches_that_drift_are_planned_anew_where_that_is_asked_for() -> None:
-    watched = WatchedBatches(retune_on_drift=True, drift_threshold=0.2)
-    watched.play(batch_of(33.0), BEFORE_NEXT)
-    watched.play(batch_of(66.0), IN_A_ROW - 1)
-    assert not watched.asked
-    watched.play(batch_of(66.0))
-    (asked,) = watched.asked
-    assert "66 ms, predicted 33 ms" in asked
 
 
 # ---- ranks

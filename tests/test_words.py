@@ -27,13 +27,10 @@ from tests.ranks import run_on_ranks
 from tests.small_model import Case, SmallModel
 
 TUNED = {"autotune": {"enabled": True}}
+# Later words are in tests/data/before/blocks.json.
 BOTH = [
     ({"num_chunks": {"forward": 2, "max": 8}, **TUNED}, {"pipeline_degree": {"forward": 2, "max": 8}, **TUNED}),
     ({"expert_tensor_parallel_size": 2}, {"esp_size": 2}),
-    ({"comm_dtype": {"combine": "fp8"}}, {"wires": {"combine": "fp8"}}),
-    ({"two_batch_overlap": "off", "two_batch_blocks": ["A"]}, {"split_batch": "off", "split_blocks": ["A"]}),
-    ({"dispatch": "padded"}, {"dispatch": "slots"}),
-    ({"placement": {"break_even_within": 3}}, {"placement": {"pays_within": 3}}),
     ({"gate": {"type": "deepseek", "top_k": 2}}, {"gate": {"type": "deepseek", "k": 2}}),
 ]
 SHORT = [
@@ -76,16 +73,6 @@ def test_two_ways_to_write_a_block_give_the_same_one_and_are_recorded_in_todays_
     assert words_of(recorded).old == []
     assert read_block({"fsmoe": recorded}) == read(one)
     assert words_of(json.loads(json.dumps(before))).normalized == recorded, "records of before compare as equal"
-
-
-def test_a_word_of_before_is_said_to_have_a_new_one() -> None:
-    written = {"pipeline_degree": 2, "esp_size": 2, "gate": {"k": 2}}
-    assert words_of(written).old == [
-        "fsmoe.gate.k is now called fsmoe.gate.top_k; both work",
-        "fsmoe.esp_size is now called fsmoe.expert_tensor_parallel_size; both work",
-        "fsmoe.pipeline_degree is now called fsmoe.num_chunks; both work",
-    ]
-    assert words_of({"num_chunks": 2, "expert_tensor_parallel_size": 2, "gate": {"top_k": 2}}).old == []
 
 
 @pytest.mark.parametrize(
