@@ -60,35 +60,33 @@ def copy_of_the_repository(target: Path) -> Path:
     return target
 
 
-def build_wheel(source: Path, target: Path, **environment: str) -> Path:
-    """Builds with the setuptools of this environment, so that nothing is downloaded."""
-    command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-q"]
+def run(command: list[str], folder: Path, status: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a folder, to such a status."""
     result = subprocess.run(
-        [*command, "-w", str(target), str(source)],
+        [sys.executable, *command],
         env=os.environ | {"DS_BUILD_FSMOE": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"} | environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    (wheel,) = target.glob("*.whl")
-    return wheel
-
-
-def run_python(script: str, path: list[Path | str], folder: Path, **environment: str) -> list[str]:
-    """Runs a script outside the checkout. Without the site module, so that no other installation of ours is found."""
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", script],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "DS_ACCELERATOR": "cpu"} | environment,
         cwd=folder,
         capture_output=True,
         text=True,
         timeout=600,
         check=False,
     )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout.splitlines()
+    assert result.returncode == status, result.stdout + result.stderr
+    return result
+
+
+def build_wheel(source: Path, target: Path, **environment: str) -> Path:
+    """Builds with the setuptools of this environment, so that nothing is downloaded."""
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "-q", "-w", str(target)]
+    run(["-m", "pip", "wheel", *options, str(source)], source, **environment)
+    (wheel,) = target.glob("*.whl")
+    return wheel
+
+
+def run_python(script: str, path: list[Path | str], folder: Path, **environment: str) -> list[str]:
+    """Runs a script outside the checkout. Without the site module, so that no other installation of ours is found."""
+    environment |= {"PYTHONPATH": os.pathsep.join(map(str, path)), "DS_ACCELERATOR": "cpu"}
+    return run(["-S", "-c", script], folder, **environment).stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -109,57 +107,38 @@ def metadata(wheel: zipfile.ZipFile) -> Message:
     return Parser().parsestr(wheel.read(name).decode())
 
 
-def test_builders_and_sources_travel_inside_the_package(wheel: zipfile.ZipFile) -> None:
-    packaged = set(wheel.namelist())
-    for folder, suffixes in (("op_builder", {".py"}), ("csrc", {".cpp", ".h", ".cu", ".cuh"})):
-        files = [file for file in (REPOSITORY / folder).rglob("*") if file.suffix in suffixes]
-        assert files
-        missing = {f"ds_fsmoe/ops/{file.relative_to(REPOSITORY).as_posix()}" for file in files} - packaged
-        assert not missing
-
-
-def test_every_file_of_the_package_is_in_the_wheel(wheel: zipfile.ZipFile) -> None:
-    files = {file.relative_to(REPOSITORY).as_posix() for file in (REPOSITORY / "ds_fsmoe").rglob("*.py*")}
-    files = {name for name in files if name.endswith((".py", ".pyi"))}
-    assert {"ds_fsmoe/versions.py", "ds_fsmoe/config/builder.pyi"} <= files
-    assert files - set(wheel.namelist()) == set()
-    assert "ds_fsmoe/py.typed" in wheel.namelist()
-
-
-def test_only_one_top_level_package_is_installed(wheel: zipfile.ZipFile) -> None:
-    top_level = {name.split("/")[0] for name in wheel.namelist()}
-    assert top_level == {"ds_fsmoe", f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info", ENTRY_POINT.name}
+def test_a_wheel_holds_one_package_with_all_its_files_its_builders_and_their_sources_and_nothing_compiled(
+    wheel: zipfile.ZipFile,
+) -> None:
+    packaged, info = set(wheel.namelist()), f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info"
+    for folder, suffixes, above in (
+        ("op_builder", {".py"}, "ds_fsmoe/ops/"),
+        ("csrc", {".cpp", ".h", ".cu", ".cuh"}, "ds_fsmoe/ops/"),
+        ("ds_fsmoe", {".py", ".pyi", ".typed"}, ""),
+    ):
+        files = [each for each in (REPOSITORY / folder).rglob("*") if each.suffix in suffixes]
+        assert {each.suffix for each in files} == suffixes
+        assert {f"{above}{each.relative_to(REPOSITORY).as_posix()}" for each in files} - packaged == set()
+    assert {name.split("/")[0] for name in packaged} == {"ds_fsmoe", info, ENTRY_POINT.name}
     assert wheel.read(ENTRY_POINT.name) == ENTRY_POINT.read_bytes()
+    assert str(wheel.filename).endswith("-py3-none-any.whl")
+    assert not [name for name in packaged if name.endswith(".so")]
+    assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
+    assert b"ds_fsmoe = ds_fsmoe.cli:main" in wheel.read(f"{info}/entry_points.txt")
 
 
-def test_a_plain_wheel_holds_nothing_compiled(wheel: zipfile.ZipFile) -> None:
-    assert wheel.filename is not None
-    assert wheel.filename.endswith("-py3-none-any.whl")
-    assert not [name for name in wheel.namelist() if name.endswith(".so")]
-
-
-def test_only_numpy_pydantic_scipy_and_rich_are_needed_to_plan(metadata: Message) -> None:
+def test_only_numpy_pydantic_scipy_and_rich_are_needed_to_plan_and_versions_are_those_of_the_one_table(
+    metadata: Message,
+) -> None:
     found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    assert {requirement.name for requirement in found if requirement.marker is None} == {
-        "numpy",
-        "pydantic",
-        "rich",
-        "scipy",
-    }
-    # FailFast is of 2.8.
-    (pydantic,) = (each for each in found if each.name == "pydantic")
-    assert str(pydantic.specifier) == ">=2.8"
-    extras = {str(requirement.marker) for requirement in found if requirement.marker is not None}
+    needed = {each.name: str(each.specifier) for each in found if each.marker is None}
+    assert set(needed) == {"numpy", "pydantic", "rich", "scipy"}
+    assert needed["pydantic"] == ">=2.8", "FailFast is of 2.8"
+    extras = {str(each.marker) for each in found if each.marker is not None}
     assert extras == {f'extra == "{name}"' for name in ("train", "hf", "plot", "mpi", "dev", "dev-planning")}
-
-
-def test_versions_are_those_of_the_one_table(metadata: Message) -> None:
-    assert metadata["Name"].replace("-", "_") == "ds_fsmoe"
-    assert metadata["Version"] == VERSIONS["VERSION"]
     supported = {name: specifiers.SpecifierSet(text) for name, text in VERSIONS["SUPPORTED"].items()}
     assert specifiers.SpecifierSet(metadata["Requires-Python"]) == supported["python"]
-    found = [requirements.Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    ranges = {requirement.name: requirement.specifier for requirement in found if "train" in str(requirement.marker)}
+    ranges = {each.name: each.specifier for each in found if "train" in str(each.marker)}
     # A bound above would put an older torch in the place of a newer one.
     assert {each.operator for each in ranges["torch"]} == {">="}
     assert str(ranges["torch"]) in str(supported["torch"]).split(",")
@@ -167,6 +146,8 @@ def test_versions_are_those_of_the_one_table(metadata: Message) -> None:
 
 
 def test_the_metadata_says_what_the_package_is_and_which_pythons_have_been_tried(metadata: Message) -> None:
+    assert metadata["Name"].replace("-", "_") == "ds_fsmoe"
+    assert (metadata["Version"], metadata["License-Expression"]) == (VERSIONS["VERSION"], "Apache-2.0")
     said = {key: metadata.get_all(key, []) for key in ("Author", "Keywords", "Project-URL", "Summary")}
     assert all(said.values()), said
     pythons = {f"Programming Language :: Python :: {each}" for each, _ in VERSIONS["RUN"]}
@@ -175,15 +156,7 @@ def test_the_metadata_says_what_the_package_is_and_which_pythons_have_been_tried
     assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= classifiers
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert metadata.get_payload().startswith("# ds_fsmoe\n")
-    for url in said["Project-URL"]:
-        assert re.fullmatch(r"\w+, https://[\w./-]+", url)
-
-
-def test_the_licence_and_the_command_are_in_the_wheel(wheel: zipfile.ZipFile, metadata: Message) -> None:
-    assert metadata["License-Expression"] == "Apache-2.0"
-    info = f"ds_fsmoe-{VERSIONS['VERSION']}.dist-info"
-    assert b"Apache License" in wheel.read(f"{info}/licenses/LICENSE")
-    assert b"ds_fsmoe = ds_fsmoe.cli:main" in wheel.read(f"{info}/entry_points.txt")
+    assert all(re.fullmatch(r"\w+, https://[\w./-]+", url) for url in said["Project-URL"])
 
 
 def test_the_installed_form_finds_its_builders(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
@@ -201,27 +174,13 @@ def test_every_editable_form_finds_its_builders(mode: str, tmp_path: Path) -> No
     source = copy_of_the_repository(tmp_path / "source")
     settings = {"editable_mode": mode}
     build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r}, {settings!r})"
-    subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=source,
-        env=os.environ | {"DS_BUILD_FSMOE": "0"},
-        capture_output=True,
-        check=True,
-        timeout=600,
-    )
+    run(["-c", build], source)
     (editable,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
     assert (tmp_path / "site" / ENTRY_POINT.name).read_bytes() == ENTRY_POINT.read_bytes()
     activate = f"import site; site.addsitedir({str(tmp_path / 'site')!r})\n"
     files = run_python(activate + FIND_BUILDERS, [tmp_path / "site", SITE_PACKAGES], tmp_path)
     assert Path(files[-1]).resolve() == source / "csrc/cpu/slots.cpp"
-
-
-def test_the_source_checkout_finds_its_builders(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    source = copy_of_the_repository(tmp_path / "source")
-    files = run_python(FIND_BUILDERS, [source, SITE_PACKAGES], tmp_path)
-    assert files[-1] == str(source / "csrc/cpu/slots.cpp")
 
 
 def test_a_second_checkout_builds_its_own_ops_whatever_checkout_is_installed(tmp_path: Path) -> None:
@@ -278,14 +237,5 @@ def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> No
 
 def test_building_ops_into_a_wheel_without_torch_says_what_to_install(tmp_path: Path) -> None:
     source = copy_of_the_repository(tmp_path / "source")
-    result = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('setup.py')"],
-        env=os.environ | {"DS_BUILD_FSMOE": "1"},
-        cwd=source,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert result.returncode != 0
-    assert "--no-build-isolation" in result.stderr
+    script = "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('setup.py')"
+    assert "--no-build-isolation" in run(["-c", script], source, 1, DS_BUILD_FSMOE="1").stderr

@@ -58,32 +58,33 @@ def train(rank: int, world_size: int, folder: str) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("planned_from")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder of the runs, and what the first of them planned."""
+    folder = tmp_path_factory.mktemp("planned_from")
+    return folder, run_on_ranks(train, 2, folder / "ranks", str(folder))[0]
 
 
-@pytest.fixture(scope="module")
-def trained(folder: Path) -> list[Any]:
-    return run_on_ranks(train, 2, folder / "ranks", str(folder))[0]
+@pytest.fixture
+def folder(trained: tuple[Path, list[Any]]) -> Path:
+    return trained[0]
 
 
-def test_what_the_autotuner_planned_is_planned_again_from_its_file(folder: Path, trained: list[Any]) -> None:
+def test_what_the_autotuner_planned_is_planned_again_from_its_file(trained: tuple[Path, list[Any]]) -> None:
+    folder, (step_ms, labels) = trained
     run = read_run(folder / "tuned")
     job = job_from_data(run.measured)
     assert job.is_measured
     assert job.micro_batches == 2
-    assert [list(kind.labels) for kind in job.kinds] == trained[1]
+    assert [list(kind.labels) for kind in job.kinds] == labels
     found = calibrated(folder / "tuned")
-    assert found.predicted.step_ms == pytest.approx(trained[0])
+    assert found.predicted.step_ms == pytest.approx(step_ms)
     cluster = load_cluster(str(folder / "tuned" / CLUSTER))
     assert cluster.num_nodes == 1
     assert "measured by ds_fsmoe" in cluster.source
     assert "2 ranks of" in cluster.source
 
 
-def test_predictions_are_held_against_what_the_run_took(
-    folder: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_are_held_against_what_the_run_took(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "tuned.json"
     arguments = ["plan", "--from-trace", str(folder / "tuned"), "--json", str(out), "--nodes", "3"]
     assert cli.main([*arguments, "--spare-experts", "1"]) == 0
@@ -107,7 +108,7 @@ def test_predictions_are_held_against_what_the_run_took(
 
 
 def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
-    folder: Path, trained: list[Any], capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not job_from_data(read_run(folder / "given").measured).is_measured
     assert cli.main(["plan", "--from-trace", str(folder / "given")]) == 0
@@ -127,7 +128,6 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     ("damage", "message"),
     [
         (lambda of: (of / MEASURED).unlink(), f"contains no {MEASURED}"),
-        (lambda of: (of / MEASURED).write_text('{"format": 99}'), "format 99"),
         (lambda of: shutil.rmtree(of / "trace"), "the costs of tasks are unknown: there is no trace of rank 0"),
         (lambda of: (of / "steps.jsonl").unlink(), "no step after the trials has a breakdown"),
         (lambda of: (of / "plans.json").write_text("{}"), "do not contain L00"),
@@ -135,15 +135,10 @@ def test_a_trace_alone_is_planned_from_and_what_is_not_known_is_said(
     ],
 )
 def test_a_run_without_what_is_needed_is_refused_with_a_reason(
-    folder: Path, trained: list[Any], tmp_path: Path, damage: Any, message: str
+    folder: Path, tmp_path: Path, damage: Any, message: str
 ) -> None:
     copied = tmp_path / "run"
     shutil.copytree(folder / "given", copied)
     damage(copied)
     with pytest.raises(ValueError, match=message):
         calibrated(copied)
-
-
-def test_neither_a_cluster_nor_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan"]) == 2
-    assert "--cluster is missing: a name or a file of a cluster, or --from-trace" in capsys.readouterr().err

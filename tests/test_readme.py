@@ -33,7 +33,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 EXAMPLE = next(code for page, code in blocks("python") if page == "README.md")
 SCRIPTS = (*FOLLOWED, "docs/trainer.md")
-"""Pages whose scripts are files that other tests run: tests/test_tutorials.py and tests/test_trainer_page.py."""
+"""Pages whose scripts are files that tests/test_tutorials.py runs."""
 CODE = [each for each in blocks("python") if each[1] != EXAMPLE and not (each[0] in SCRIPTS and FILE.match(each[1]))]
 
 
@@ -61,41 +61,13 @@ def test_the_example_of_the_front_page_trains_with_the_autotuner(tmp_path: Path)
     assert re.search(r"autotune: .*(DeepSpeed's schedule|trying)", printed), printed[-3000:]
 
 
-def test_the_example_of_the_front_page_is_of_eight_lines() -> None:
-    assert len([line for line in EXAMPLE.splitlines() if line]) == 8
-
-
-def test_the_first_lines_say_that_the_block_alone_does_nothing() -> None:
-    first = "\n".join(PAGES["README.md"].splitlines()[:8])
-    assert 'the `"fsmoe"` block in `ds_config.json` does nothing by itself' in first
-
-
-def test_the_front_page_is_short_and_its_lines_are_not_long() -> None:
+def test_the_front_page_is_short_and_says_first_that_the_block_alone_does_nothing() -> None:
     lines = PAGES["README.md"].splitlines()
+    assert 'the `"fsmoe"` block in `ds_config.json` does nothing by itself' in "\n".join(lines[:8])
+    assert len([line for line in EXAMPLE.splitlines() if line]) == 8
     assert len(lines) <= 110
     assert max(len(line) for line in lines if not line.startswith(("|", "!"))) <= 132
     assert len(re.findall(r"!\[", PAGES["README.md"])) <= 1
-
-
-def test_the_front_page_has_what_decides_first() -> None:
-    """What it is, what it gains with which ZeRO stage, what that is on another cluster, and only then how to get it."""
-    order = (
-        "does nothing by itself",
-        '| times as fast as the fastest stock DeepSpeed | ZeRO | `"enabled": true` | and `"sequence_length"` |',
-        "## How much on my cluster?",
-        "bound: their sum over the largest of the three**",
-        "## Install and turn on",
-        'pip install "ds_fsmoe[train,hf] @ file:///',
-        EXAMPLE,
-        '"fsmoe": {"enabled": true}',
-        "## How it was measured",
-        "One H100",
-        "## Where to go on",
-    )
-    text, order = (" ".join(PAGES["README.md"].split()), [" ".join(each.split()) for each in order])
-    places = [text.find(each) for each in order]
-    assert -1 not in places
-    assert places == sorted(places)
 
 
 def test_every_path_of_the_tree_exists() -> None:
@@ -128,13 +100,6 @@ def test_an_error_reads_as_the_docs_show_it(block: dict, shown: str) -> None:
     assert str(caught.value).startswith(shown)
 
 
-def test_every_field_of_the_block_is_in_its_page() -> None:
-    from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
-
-    for name in [*FSMoEBlock.model_fields, *GateBlock.model_fields]:
-        assert f"`{name}`" in PAGES["docs/config.md"], name
-
-
 # ---- commands
 
 LINES = [
@@ -145,29 +110,13 @@ LINES = [
 ]
 RUN_BY_CI = (ROOT / ".ci" / "run").read_text()
 TESTS = "\n".join(file.read_text() for file in sorted((ROOT / "tests").rglob("test_*.py")))
-MEASURE_FOR_MINUTES = tuple(
-    f"benchmarks/cases/bench_{name}.py"
-    for name in (
-        "halves",
-        "once",
-        "levels",
-        "placement",
-        "inference",
-        "fp8",
-        "ops",
-        "hf",
-        "split_plan",
-    )
-)
+_CASES = "halves once levels placement inference fp8 ops hf split_plan"
+MEASURE_FOR_MINUTES = tuple(f"benchmarks/cases/bench_{name}.py" for name in _CASES.split())
 NOT_IN_CI = (
     *("make soak", "make bench", "make cluster-demo", "make docs", "make test-clients"),
     "make test-newest",  # downloads 3 GB
 )
 """Half an hour, minutes of a bed, or another environment to install: what they call has tests of its own."""
-
-
-def test_the_pages_have_commands() -> None:
-    assert len(LINES) > 30
 
 
 @pytest.mark.parametrize(("page", "line"), LINES)
@@ -177,16 +126,17 @@ def test_a_command_is_one_that_ci_runs(page: str, line: str) -> None:
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert line in NOT_IN_CI or line in RUN_BY_CI
     elif words[0] == "ds_fsmoe" or "ds_fsmoe" in words[:5]:
-        parse_as_command(words[words.index("ds_fsmoe") + 1 :])
-        assert f'["{words[words.index("ds_fsmoe") + 1]}"' in TESTS or f'main("{words[1]}"' in TESTS, words
+        command, *arguments = words[words.index("ds_fsmoe") + 1 :]
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        importlib.import_module(COMMANDS[command]).add_arguments(parser)
+        parser.parse_args(arguments)
+        assert f'["{command}"' in TESTS or f'main("{words[1]}"' in TESTS, words
     else:
         scripts = [word for word in words if word.endswith(".py")]
         scripts += [f"{word.replace('.', '/')}.py" for word in words if word.startswith("benchmarks.")]
         assert scripts
         written = files_of(PAGES[page]) if page in FOLLOWED else {}
-        for script in scripts:
-            if script in written:
-                continue
+        for script in set(scripts) - set(written):
             assert (ROOT / script).is_file()
             used = re.search(rf"\b{Path(script).stem}\b", TESTS)
             assert used or script in MEASURE_FOR_MINUTES, f"no test runs {script}"
@@ -201,14 +151,6 @@ def test_benchmarks_that_take_minutes_can_at_least_be_asked_for_help() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("--help") == len(MEASURE_FOR_MINUTES)
-
-
-def parse_as_command(arguments: list[str]) -> None:
-    """Its words are those that the command takes."""
-    module = importlib.import_module(COMMANDS[arguments[0]])
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    module.add_arguments(parser)
-    parser.parse_args(arguments[1:])
 
 
 # ---- what it says of errors

@@ -77,20 +77,6 @@ def test_the_way_back_has_the_steps_and_the_parts_of_the_way_in_from_last_to_fir
             assert (one.sends, one.receives) == (other.receives, other.sends)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_step_inside_the_nodes_leaves_no_node_and_the_others_join_no_neighbours(name: str) -> None:
-    for shape in SHAPES:
-        nodes = Nodes.of(shape)
-        relays = BlockPaths(made(name), nodes)
-        for step, link in enumerate(relays.links):
-            for part in relays.parts(step):
-                assert link == "inter" or len({shape[rank] for rank in part}) == 1
-                for rank in part if link == "inter" else ():
-                    hop = relays.hop(step, rank)
-                    met = {other for other, count in zip(part, hop.sends, strict=True) if count and other != rank}
-                    assert all(shape[other] != shape[rank] for other in met)
-
-
 def messages_between_nodes(relays: BlockPaths) -> Counter:
     """(sender, receiver) -> blocks, over all steps between nodes."""
     found: Counter = Counter()
@@ -103,10 +89,19 @@ def messages_between_nodes(relays: BlockPaths) -> Counter:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_block_crosses_between_nodes_that_need_not(name: str) -> None:
+def test_blocks_cross_between_nodes_only_where_they_have_to_in_steps_that_join_no_neighbours(name: str) -> None:
     for shape in SHAPES:
-        crossing = sum(one != other for one in shape for other in shape)
-        assert messages_between_nodes(BlockPaths(made(name), Nodes.of(shape))).total() == crossing
+        nodes = Nodes.of(shape)
+        relays = BlockPaths(made(name), nodes)
+        # No block crosses that need not.
+        assert messages_between_nodes(relays).total() == sum(one != other for one in shape for other in shape)
+        for step, link in enumerate(relays.links):
+            for part in relays.parts(step):
+                assert link == "inter" or len({shape[rank] for rank in part}) == 1
+                for rank in part if link == "inter" else ():
+                    hop = relays.hop(step, rank)
+                    met = {other for other, count in zip(part, hop.sends, strict=True) if count and other != rank}
+                    assert all(shape[other] != shape[rank] for other in met)
 
 
 def test_1dh_sends_one_message_from_node_to_node_and_2dh_one_from_each_rank() -> None:
@@ -116,37 +111,16 @@ def test_1dh_sends_one_message_from_node_to_node_and_2dh_one_from_each_rank() ->
     )
     equals = [itertools.permutations(range(local, 9, 3), 2) for local in range(3)]
     assert messages_between_nodes(BlockPaths(made("2dh"), nodes)) == {pair: 3 for each in equals for pair in each}
+    one, two = (BlockPaths(made(name), Nodes.of((0, 0, 0, 1, 1, 1))) for name in ("1dh", "2dh"))
+    assert one.parts(0) == one.parts(2) == two.parts(0) == ((0, 1, 2), (3, 4, 5))
+    assert one.parts(1) == ((0, 3), (1,), (2,), (4,), (5,))
+    assert two.parts(1) == ((0, 3), (1, 4), (2, 5))
 
 
-def test_equals_of_equal_nodes_are_parts_of_their_own() -> None:
-    relays = BlockPaths(made("2dh"), Nodes.of((0, 0, 0, 1, 1, 1)))
-    assert relays.parts(0) == ((0, 1, 2), (3, 4, 5))
-    assert relays.parts(1) == ((0, 3), (1, 4), (2, 5))
-    leaders = BlockPaths(made("1dh"), Nodes.of((0, 0, 0, 1, 1, 1)))
-    assert leaders.parts(1) == ((0, 3), (1,), (2,), (4,), (5,))
-    assert leaders.parts(0) == leaders.parts(2) == relays.parts(0)
-
-
-def test_ranks_of_a_smaller_node_stand_in_for_the_equals_it_lacks() -> None:
-    nodes = Nodes.of((0, 0, 1, 1, 1))
-    assert [made("2dh").forwarding_ranks(0, destination, nodes) for destination in range(5)] == [
-        (0,),
-        (1,),
-        (0,),
-        (1,),
-        (0,),
-    ]
-
-
-def test_on_nodes_of_neighbours_blocks_come_out_of_2dh_in_their_order() -> None:
+def test_blocks_that_lie_in_order_already_as_behind_2dh_on_neighbours_are_not_copied() -> None:
     for shape in ((0, 0, 1, 1), (0, 0, 0, 1, 1, 1), (0, 1, 1, 2, 2, 2)):
         relays = BlockPaths(made("2dh"), Nodes.of(shape))
-        for rank in range(len(shape)):
-            hop = relays.hop(1, rank)
-            assert hop.unpack == tuple(range(len(shape))), "no copy is made of what has arrived"
-
-
-def test_blocks_that_lie_in_order_already_are_not_copied() -> None:
+        assert {relays.hop(1, rank).unpack for rank in range(len(shape))} == {tuple(range(len(shape)))}
     blocks = torch.arange(12.0).reshape(4, 3)
     stays = Hop("intra", (0, 1, 2, 3), (4,), (4,), (0, 1, 2, 3))
     turned = Hop("intra", (2, 3, 0, 1), (4,), (4,), (1, 0, 2, 3))
@@ -154,48 +128,24 @@ def test_blocks_that_lie_in_order_already_are_not_copied() -> None:
     assert torch.equal(turned.go(blocks, None), blocks[[3, 2, 0, 1]])
 
 
-class Crossing(HierarchicalAllToAll):
-    """Says that it stays inside, and does not."""
-
-    links = ("intra", "inter")
-
-    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        return (destination,)
-
-
-class Staying(Crossing):
-    links = ("inter", "inter")
-
-
-class Short(Crossing):
-    links = ("intra", "inter", "intra")
-
-
-class Beyond(Crossing):
-    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        return (nodes.size,)
-
-
-class Nowhere(Crossing):
-    links = ("wire", "inter")
-
-
-class Unsaid(HierarchicalAllToAll):
-    def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
-        return ()
-
-
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("links", "over", "sentence"),
     [
-        (Crossing, r"Crossing sends blocks of rank 0 to rank 2 over \[2\]: from 0 to 2 on an intra"),
-        (Staying, "from 0 to 1 on an inter link, but they are on one node"),
-        (Short, r"over \[0\]: its links need 2 of the 4 ranks"),
-        (Beyond, r"over \[4\]: its links need 1 of the 4 ranks"),
-        (Nowhere, r"Nowhere.links = \('wire', 'inter'\): must be some of \('intra', 'inter'\)"),
-        (Unsaid, r"Unsaid.links = \(\): must be some of"),
+        (("intra", "inter"), None, r"Wrong sends blocks of rank 0 to rank 2 over \[2\]: from 0 to 2 on an intra"),
+        (("inter", "inter"), None, "from 0 to 1 on an inter link, but they are on one node"),
+        (("intra", "inter", "intra"), None, r"over \[0\]: its links need 2 of the 4 ranks"),
+        (("intra", "inter"), 4, r"over \[4\]: its links need 1 of the 4 ranks"),
+        (("wire", "inter"), None, r"Wrong.links = \('wire', 'inter'\): must be some of \('intra', 'inter'\)"),
+        ((), None, r"Wrong.links = \(\): must be some of"),
     ],
 )
-def test_an_algorithm_that_contradicts_itself_is_refused(wrong: type[HierarchicalAllToAll], sentence: str) -> None:
+def test_an_algorithm_that_contradicts_itself_is_refused(
+    links: tuple[str, ...], over: int | None, sentence: str
+) -> None:
+    class Wrong(HierarchicalAllToAll):
+        def forwarding_ranks(self, source: int, destination: int, nodes: Nodes) -> tuple[int, ...]:
+            return (destination if over is None else over,)
+
+    Wrong.links = links
     with pytest.raises(ValueError, match=sentence):
-        BlockPaths(wrong(), Nodes.of((0, 0, 1, 1)))
+        BlockPaths(Wrong(), Nodes.of((0, 0, 1, 1)))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a release says of itself is the same in all places, and its forms are such as are shown."""
+"""What a release says of itself is the same in all places, as an index shows it too, and its forms are shown."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+PAGE = runpy.run_path(str(ROOT / "tools" / "package_page.py"))
+README = (ROOT / "README.md").read_text()
+ADDRESS = "https://forge.example/owner/name"
+ANY_LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 LINK = re.compile(r"\]\((?![a-z]+:)([^)\s#]+)(?:#[^)\s]*)?\)")
 
 
@@ -51,12 +56,9 @@ def test_the_page_of_versions_has_the_ranges_that_are_checked() -> None:
     assert {(python.strip(), torch.split()[0]) for python, torch in pairs} == set(RUN)
 
 
-def test_security_reports_are_asked_for_the_version_that_is_mended() -> None:
+def test_security_reports_are_asked_for_the_version_that_is_mended_and_pages_beside_the_docs_lead_somewhere() -> None:
     minor = ".".join(VERSION.split(".")[:2])
     assert f"the newest minor version, {minor}," in (ROOT / "SECURITY.md").read_text()
-
-
-def test_pages_beside_the_docs_lead_somewhere() -> None:
     for page in ("SECURITY.md", "CHANGELOG.md"):
         targets = LINK.findall((ROOT / page).read_text())
         assert targets
@@ -84,3 +86,34 @@ def test_forms_and_changes_name_files_and_commands_that_are_there() -> None:
             assert (ROOT / path).exists() or (ROOT / "ds_fsmoe" / path).exists(), f"{page.name}: {path}"
         for target in re.findall(r"`make ([\w-]+)`", text):
             assert re.search(rf"(?m)^{target}:", makefile), target
+
+
+# ---- what a package index shows of the README
+
+
+def test_with_an_address_every_link_is_absolute_and_leads_to_a_file_of_this_version() -> None:
+    assert PAGE["addresses"]("") == {}
+    assert all(each.startswith(ADDRESS) for each in PAGE["addresses"](ADDRESS).values())
+    shown = PAGE["package_page"](README, VERSION, ADDRESS)
+    links = [(is_picture, target) for is_picture, target in ANY_LINK.findall(shown) if not target.startswith("#")]
+    ours = [each for each in links if "doi.org" not in each[1]]
+    assert len(ours) > 20
+    for is_picture, target in ours:
+        below = f"{ADDRESS}/{'raw' if is_picture else 'blob'}/v{VERSION}/"
+        assert target.startswith(below), target
+        assert (ROOT / target.removeprefix(below).partition("#")[0]).is_file(), target
+    assert ANY_LINK.sub("", shown) == ANY_LINK.sub("", README)
+
+
+def test_without_an_address_links_become_their_text_and_pictures_their_words() -> None:
+    shown = PAGE["package_page"](README, VERSION, "")
+    assert all(target.startswith(("#", "https://doi.org/")) for _, target in ANY_LINK.findall(shown))
+    picture = "![One step: before](benchmarks/results/plots/timeline.png)"
+    assert PAGE["package_page"](picture, VERSION, "") == "*One step: before*"
+    assert len(shown.splitlines()) == len(README.splitlines())
+
+
+def test_code_and_links_to_elsewhere_stay_as_they_are() -> None:
+    text = "[a](b.md#c) [d](https://e.example) [f](#g)\n```\n[h](i.md)\n```\n![j](k.png)\n"
+    expected = f"[a]({ADDRESS}/blob/v1.0.0/b.md#c) [d](https://e.example) [f](#g)\n```\n[h](i.md)\n```\n"
+    assert PAGE["package_page"](text, "1.0.0", ADDRESS) == f"{expected}![j]({ADDRESS}/raw/v1.0.0/k.png)\n"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page of runs in a real browser, on a wide screen and on a phone."""
+"""The page of runs, and the search of the docs' site, in a real browser; on a wide screen and on a phone."""
 
 from __future__ import annotations
 
@@ -11,13 +11,29 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("selenium")
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+
 from ds_fsmoe.cli import main
 from tests.report_runs import record_both
 from tests.samples import sampled
-from tests.test_report_attacks import attacked
+from tests.test_report_page import attacked
 
 pytestmark = pytest.mark.long
 
+ROOT = Path(__file__).resolve().parents[1]
+SHIM = ROOT / "docs" / "assets" / "iframe-worker.js"
+WORKS = """<body><script src="iframe-worker.js"></script><script>
+const worker = new Worker("double.js");
+worker.addEventListener("message", (event) => { document.title = "answer " + event.data; });
+worker.postMessage(21);
+</script></body>"""
 NUM_CHARTS = 13
 TITLE = "stock DeepSpeed and ds_fsmoe, best"
 PHONE, DESK = 400, 1280
@@ -27,9 +43,6 @@ PHONE, DESK = 400, 1280
 def browser() -> Iterator[Any]:
     if not shutil.which("chromedriver") or not shutil.which("chromium"):
         pytest.skip("needs chromium and chromedriver (Debian's chromium-driver)")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
     options = webdriver.ChromeOptions()
     options.binary_location = shutil.which("chromium")
     quiet = ("background-networking", "component-update", "sync", "quic", "gpu")
@@ -50,8 +63,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def until(browser: Any, condition: Callable[[Any], Any]) -> Any:
     """Wait for something to become true, however long it takes on a busy machine."""
-    from selenium.webdriver.support.ui import WebDriverWait
-
     return WebDriverWait(browser, 120).until(condition)
 
 
@@ -110,50 +121,40 @@ def test_every_chart_is_drawn_without_a_complaint_and_nothing_is_fetched(width: 
     assert size >= 12
     assert browser.get_log("browser") == []
     assert asked_for(browser) == {page.as_uri()}
-
-
-def test_on_a_phone_what_is_broad_scrolls_inside_of_its_own_box(browser: Any, page: Path) -> None:
-    opened(browser, page, PHONE)
+    # On a phone what is broad scrolls inside of its own box.
     script = """
         const timeline = document.getElementById(arguments[0]).parentElement;
         const tables = [...document.querySelectorAll('.box:has(> table)')];
         return [timeline, tables.find(t => t.scrollWidth > t.clientWidth)].map(b => [b.clientWidth, b.scrollWidth])
     """
-    boxes = browser.execute_script(script, chart_named(browser, "tasks of one step"))
-    for shown, whole in boxes:
-        assert shown < PHONE < whole
+    if width == PHONE:
+        for shown, whole in browser.execute_script(script, chart_named(browser, "tasks of one step")):
+            assert shown < PHONE < whole
 
 
-@pytest.mark.parametrize("about", ["tasks of one step", "time of each step"])
-def test_a_chart_is_zoomed_moved_and_shown_as_a_whole_again(about: str, browser: Any, page: Path) -> None:
+def test_charts_are_zoomed_moved_and_dragged_and_the_contents_lead_to_their_sections(browser: Any, page: Path) -> None:
     opened(browser, page, DESK)
-    chart = chart_named(browser, about)
-    whole = domain(browser, chart)
-    press(browser, chart, "in")
-    until(browser, lambda _: domain(browser, chart) != whole)
-    closer = domain(browser, chart)
-    assert closer[1] - closer[0] == pytest.approx((whole[1] - whole[0]) / 2)
-    press(browser, chart, "right")
-    until(browser, lambda _: domain(browser, chart)[0] > closer[0])
-    press(browser, chart, "all")
-    until(browser, lambda _: domain(browser, chart) == whole)
-
-
-def test_dragging_moves_a_timeline_and_the_wheel_zooms_only_with_ctrl(browser: Any, page: Path) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
-    opened(browser, page, DESK)
-    chart = chart_named(browser, "tasks of one step")
-    whole = domain(browser, chart)
+    browser.find_element("css selector", "nav a[href='#losses']").click()
+    top = "return document.getElementById('losses').getBoundingClientRect().top"
+    until(browser, lambda _: 0 < browser.execute_script(top) < 200)
+    for about in ("time of each step", "tasks of one step"):
+        chart = chart_named(browser, about)
+        whole = domain(browser, chart)
+        press(browser, chart, "in")
+        until(browser, lambda _, chart=chart, whole=whole: domain(browser, chart) != whole)
+        closer = domain(browser, chart)
+        assert closer[1] - closer[0] == pytest.approx((whole[1] - whole[0]) / 2)
+        press(browser, chart, "right")
+        until(browser, lambda _, chart=chart, closer=closer: domain(browser, chart)[0] > closer[0])
+        press(browser, chart, "all")
+        until(browser, lambda _, chart=chart, whole=whole: domain(browser, chart) == whole)
     place = browser.find_element("css selector", f"#{chart} svg")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", place)
     ActionChains(browser).click_and_hold(place).move_by_offset(-80, 0).release().perform()
     until(browser, lambda _: domain(browser, chart)[0] > whole[0])
     press(browser, chart, "all")
     until(browser, lambda _: domain(browser, chart) == whole)
-    from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
-
+    # The wheel zooms with Ctrl only.
     origin = ScrollOrigin.from_element(place)
     before = browser.execute_script("return scrollY")
     ActionChains(browser).scroll_from_origin(origin, 0, 60).perform()
@@ -163,21 +164,22 @@ def test_dragging_moves_a_timeline_and_the_wheel_zooms_only_with_ctrl(browser: A
     until(browser, lambda _: domain(browser, chart)[1] - domain(browser, chart)[0] < whole[1] - whole[0])
 
 
-def test_a_task_says_what_it_is_and_what_it_waited_for(browser: Any, page: Path) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
+def pointed_at(browser: Any, bar: Any) -> str:
+    """What is said of a bar under the pointer."""
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
+    ActionChains(browser).move_to_element(bar).perform()
+    return until(browser, lambda _: browser.find_element("id", "vg-tooltip-element").text)
 
+
+def test_a_task_says_what_it_is_and_what_it_waited_for(browser: Any, page: Path) -> None:
     opened(browser, page, DESK)
     chart = chart_named(browser, "tasks of one step")
-    bars, phases = (
-        found.find_elements("css selector", "path")
-        for found in browser.find_elements("css selector", f"#{chart} .mark-rect")
-    )
+    marks = browser.find_elements("css selector", f"#{chart} .mark-rect")
+    bars, phases = (each.find_elements("css selector", "path") for each in marks)
     assert len(bars) == 6
     assert len(phases) == 2  # the forward of two runs
     assert browser.find_element("id", chart).text.count("forward") == 2
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", bars[1])
-    ActionChains(browser).move_to_element(bars[1]).perform()
-    said = until(browser, lambda _: browser.find_element("id", "vg-tooltip-element").text)
+    said = pointed_at(browser, bars[1])
     for words in (
         "experts, chunk 1",
         "L00 forward",
@@ -208,44 +210,26 @@ def test_the_page_follows_the_system_and_the_button_switches_it(theme: str, brow
     assert browser.get_log("browser") == []
 
 
-def test_the_contents_lead_to_their_sections(browser: Any, page: Path) -> None:
-    opened(browser, page, DESK)
-    browser.find_element("css selector", "nav a[href='#losses']").click()
-    top = "return document.getElementById('losses').getBoundingClientRect().top"
-    until(browser, lambda _: 0 < browser.execute_script(top) < 200)
-
-
 def test_nothing_of_a_hostile_run_is_executed(browser: Any, tmp_path: Path) -> None:
-    from selenium.webdriver.common.action_chains import ActionChains
-
     folder = record_both(tmp_path / "both")
     attacked(folder, "<img src=x onerror=\"document.title='hit'\"></script><script>document.title='hit'</script>")
     assert main(["report", str(folder)]) == 0
     opened(browser, folder / "report.html", DESK)
     assert set(charts(browser)) == {"yes"}
-    bar = browser.find_element("css selector", ".chart .mark-rect path")
-    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
-    ActionChains(browser).move_to_element(bar).perform()
-    said = until(browser, lambda _: browser.find_element("id", "vg-tooltip-element").text)
-    assert "<img src=x onerror" in said
+    assert "<img src=x onerror" in pointed_at(browser, browser.find_element("css selector", ".chart .mark-rect path"))
     assert "hit" not in browser.title.split("<img")[0]
     assert browser.execute_script("return document.images.length") == 0
     assert asked_for(browser) == {(folder / "report.html").as_uri()}
 
 
-def test_on_paper_nothing_is_hidden_behind_a_scroll_bar(browser: Any, page: Path) -> None:
-    opened(browser, page, DESK)
-    script = """
-        const wide = [...document.querySelectorAll('.box, .chart svg')];
-        return wide.map(b => b.getBoundingClientRect().right).filter(right => right > innerWidth)
-    """
-    paper = {"width": 700, "height": 990, "deviceScaleFactor": 1, "mobile": False}
-    try:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", paper)
-        assert browser.execute_script(script) == []
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 700
-        overflow = "return [...document.querySelectorAll('.box')].map(b => getComputedStyle(b).overflowX)"
-        assert set(browser.execute_script(overflow)) == {"visible"}
-    finally:
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+def test_a_worker_of_the_sites_search_answers_on_a_page_that_is_opened_from_disk(browser: Any, tmp_path: Path) -> None:
+    """Browsers start no workers there. The site is built with what does, and fetches nothing else."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert f"polyfills: [assets/{SHIM.name}]" in settings
+    assert "\n  - offline" in settings
+    shutil.copy(SHIM, tmp_path)
+    (tmp_path / "double.js").write_text('addEventListener("message", (event) => postMessage(2 * event.data));')
+    page = tmp_path / "page.html"
+    page.write_text(WORKS)
+    browser.get(page.as_uri())
+    assert until(browser, lambda driver: driver.title) == "answer 42"

@@ -51,10 +51,7 @@ def test_a_sample_keeps_what_it_has_to_and_draws_others_anew_each_day(monkeypatc
     assert all(len(each) == 4 and {3, 19} <= set(each) for each in days)
     assert days == [of_day(monkeypatch, f"day {number}") for number in range(40)], "a seed draws the same again"
     assert set().union(*days) == set(range(20)), "of 40 days each value has one"
-
-
-def test_a_sample_takes_all_where_there_are_few_and_no_index_that_is_not_there() -> None:
-    assert indices(sampled("x", [1, 2], drawn=5)) == [0, 1]
+    assert indices(sampled("x", [1, 2], drawn=5)) == [0, 1], "all where there are few"
     assert sorted(draw("a", [1, 2], 5)) == [1, 2]
     with pytest.raises(IndexError):
         sampled("x", [1, 2], kept=[2])

@@ -76,7 +76,8 @@ def norms_and_weights(engine: Any, rank: int, world_size: int) -> dict[str, Any]
     return found
 
 
-def compared(rank: int, world_size: int) -> list[dict[str, Any]]:
+def with_gradients(rank: int, world_size: int) -> list[dict[str, Any]]:
+    """At stage 0: what stock finds, and ours."""
     found = []
     for block in ({"enabled": False}, {"enabled": True, "ep_size": 2}):
         engine = engine_of(with_large_experts(), ds_config(0) | {"fsmoe": block})
@@ -89,46 +90,25 @@ def compared(rank: int, world_size: int) -> list[dict[str, Any]]:
     return found
 
 
-@sampled("world_size", [2, 4])
-def test_a_scripts_own_clipping_has_the_norms_of_stock_and_keeps_dense_weights_alike(
-    world_size: int, tmp_path: Path
-) -> None:
-    for stock, ours in run_on_ranks(compared, world_size, tmp_path):
-        assert ours == pytest.approx(stock, rel=2e-5, abs=1e-9)
-        assert ours["ranks apart"] == 0
-        # It is the experts' part that is in question, and everything is clipped.
-        assert stock["experts alone, 2.0, True"] > 0.05 * stock["everything, 2.0, True"]
-        assert stock["step 4"] > 0.5
-
-
-def at_a_stage(rank: int, world_size: int, stages: list[int]) -> list[list[float]]:
+def at_a_stage(rank: int, world_size: int, stage: int) -> list[list[float]]:
     import ds_fsmoe
 
     found = []
-    for stage in stages:
-        for block in ({"enabled": False}, {"enabled": True, "ep_size": 2}):
-            engine = engine_of(with_large_experts(), ds_config(stage) | {"fsmoe": block})
-            backward(engine, 0, rank, world_size)
-            norms = [ds_fsmoe.gradient_norm(engine, each).item() for each in (2.0, float("inf"))]
-            # Parameters have no gradients at these stages, so torch's function has nothing to do, here as there.
-            norms.append(clip_grad_norm_(engine.module.parameters(), 0.1).item())
-            engine.step()
-            found.append([*norms, float(engine.get_global_grad_norm())])
-            engine.destroy()
+    for block in ({"enabled": False}, {"enabled": True, "ep_size": 2}):
+        engine = engine_of(with_large_experts(), ds_config(stage) | {"fsmoe": block})
+        backward(engine, 0, rank, world_size)
+        norms = [ds_fsmoe.gradient_norm(engine, each).item() for each in (2.0, float("inf"))]
+        # Parameters have no gradients at these stages, so torch's function has nothing to do, here as there.
+        norms.append(clip_grad_norm_(engine.module.parameters(), 0.1).item())
+        engine.step()
+        found.append([*norms, float(engine.get_global_grad_norm())])
+        engine.destroy()
     return found
 
 
-@sampled("stages", [[1], [2], [3]])
-def test_the_norm_of_all_gradients_is_that_of_stock_at_every_stage(stages: list[int], tmp_path: Path) -> None:
-    for of_rank in run_on_ranks(at_a_stage, 2, tmp_path, stages):
-        for stock, ours in zip(of_rank[::2], of_rank[1::2], strict=True):
-            assert ours == pytest.approx(stock, rel=2e-5)
-            assert ours[0] == pytest.approx(ours[3], rel=2e-5)
-            assert ours[2] == 0
-
-
-def not_finite(rank: int, world_size: int) -> list[str]:
-    """What a rank is told, and what other models are: an expert of the last rank alone has a gradient that is none."""
+def not_finite(rank: int, world_size: int) -> tuple[str, bool]:
+    """What a rank is told, and whether other models have a norm of their own: an expert of the last rank alone has a
+    gradient that is none."""
     import ds_fsmoe
 
     engine = engine_of(model_of("mixtral"), ds_config(0, ep_size=2))
@@ -141,9 +121,24 @@ def not_finite(rank: int, world_size: int) -> list[str]:
     other(torch.ones(1, 2)).sum().backward()
     norm = clip_grad_norm_(other.parameters(), 1.0) if rank == 0 else None  # one rank alone
     engine.destroy()
-    return [str(said.value).split(" for")[0], norm is None or abs(norm.item() - 6**0.5) < 1e-6]
+    return str(said.value).split(" for")[0], norm is None or abs(norm.item() - 6**0.5) < 1e-6
 
 
-def test_every_rank_is_told_of_a_norm_that_is_not_finite_and_other_models_have_their_own(tmp_path: Path) -> None:
-    found = run_on_ranks(not_finite, 2, tmp_path)
-    assert found == [["The total norm of order 2.0", True]] * 2
+def compared(rank: int, world_size: int, stage: int) -> tuple[Any, ...]:
+    return with_gradients(rank, world_size), at_a_stage(rank, world_size, stage), not_finite(rank, world_size)
+
+
+@sampled(("world_size", "stage"), [(2, 1), (4, 2), (2, 3)])
+def test_a_scripts_own_clipping_has_the_norms_of_stock_on_every_rank_and_keeps_dense_weights_alike(
+    world_size: int, stage: int, tmp_path: Path
+) -> None:
+    for (stock, ours), (stock_norms, norms), told in run_on_ranks(compared, world_size, tmp_path, stage):
+        assert ours == pytest.approx(stock, rel=2e-5, abs=1e-9)
+        assert ours["ranks apart"] == 0
+        # It is the experts' part that is in question, and everything is clipped.
+        assert stock["experts alone, 2.0, True"] > 0.05 * stock["everything, 2.0, True"]
+        assert stock["step 4"] > 0.5
+        assert norms == pytest.approx(stock_norms, rel=2e-5)
+        assert norms[0] == pytest.approx(norms[3], rel=2e-5)
+        assert norms[2] == 0
+        assert told == ("The total norm of order 2.0", True)

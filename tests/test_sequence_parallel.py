@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``MoE(sequence_parallel=True)``: tensor-parallel ranks have different tokens, and gradients are those of all."""
+"""``MoE(sequence_parallel=True)``: tensor-parallel ranks have different tokens, and gradients are those of all. With
+DeepSpeed's own sequence parallelism (Ulysses), training is what it is there."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.samples import sampled
-from tests.small_model import EXPERT_WIDTH, EXPERTS, NUM_EXPERTS, WIDTH, Case, batch
+from tests.small_model import EXPERT_WIDTH, EXPERTS, NUM_EXPERTS, WIDTH, Case, SmallModel, batch, train_steps
 from tests.tensor_parallel import SplitFeedForward, begin, degrees
 
 
@@ -133,25 +135,6 @@ def sequence_parallel(
     return off
 
 
-def summed_parameters(rank: int, world_size: int) -> set[str]:
-    import ds_fsmoe
-
-    mpu = begin(2)
-    model = OneLayer(2, 0, "module", 1, use_residual=True)
-    model.moe.mlp.fc1.weight.tensor_model_parallel = True
-    model.moe.mlp.fc2.weight.tensor_model_parallel = False
-    engine, *_ = ds_fsmoe.initialize(model=model, config=Case().ds_config(fsmoe=degrees(1, 1)), mpu=mpu)
-    seen = {name for name, parameter in model.named_parameters() if parameter._backward_hooks}
-    engine.destroy()
-    return seen
-
-
-def test_what_ranks_hold_alike_is_summed_and_what_is_split_is_not(tmp_path: Path) -> None:
-    alike = {"moe.mlp.fc1.bias", "moe.mlp.fc2.weight", "moe.mlp.fc2.bias", "moe.deepspeed_moe.gate.wg.weight"}
-    for seen in run_on_ranks(summed_parameters, 2, tmp_path):
-        assert seen == alike | {"moe.coefficient.weight", "moe.coefficient.bias"}
-
-
 @sampled(
     ("world_size", "ep_size", "esp_size", "expert", "drop_tokens"),
     [
@@ -171,3 +154,41 @@ def test_parts_of_a_sequence_have_the_gradients_of_a_loop_over_all_tokens(
         assert {"gate.wg.weight"} | (set() if expert == "split" else residual) <= off.keys()
         assert any(name.startswith("expert") for name in off) or expert == "gpt"
         assert not {name: each for name, each in off.items() if not each < 1e-5}
+
+
+# ---- Ulysses, where gradients stay with DeepSpeed
+
+SIZES = {"data_parallel_size": 1, "sequence_parallel_size": 2}
+
+
+def train_by_deepspeeds(rank: int, world_size: int) -> dict[str, Any]:
+    import deepspeed
+
+    import ds_fsmoe
+
+    deepspeed.init_distributed("gloo")
+    found: dict[str, Any] = {}
+    for stage in (0, 1):
+        case = Case(2, stage, "fp32", 1, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
+        for system in ("stock", "ours"):
+            model = SmallModel(case, rank)
+            make = deepspeed.initialize if system == "stock" else ds_fsmoe.initialize
+            block = {} if system == "stock" else {"fsmoe": {"enabled": True, "schedule": "fsmoe"}}
+            config = case.ds_config(**SIZES, **block, train_batch_size=3)
+            engine, *_ = make(model=model, model_parameters=list(model.parameters()), config=config)
+            assert engine.sequence_parallel_size == 2
+            losses = train_steps(engine, rank, range(3))
+            weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+            found[f"{stage} {system}"] = losses, weights
+            engine.destroy()
+    return found
+
+
+def test_with_deepspeeds_own_sequence_parallelism_parts_are_trained_as_stock_trains_them(tmp_path: Path) -> None:
+    for found in run_on_ranks(train_by_deepspeeds, 2, tmp_path):
+        for stage in (0, 1):
+            (stock_losses, stock), (losses, ours) = found[f"{stage} stock"], found[f"{stage} ours"]
+            assert losses == pytest.approx(stock_losses, rel=1e-6)
+            assert losses[0] != losses[-1]
+            for name, theirs in stock.items():
+                torch.testing.assert_close(ours[name], theirs, rtol=1e-6, atol=1e-7, msg=f"stage {stage}, {name}")

@@ -12,7 +12,7 @@ import pytest
 
 from ds_fsmoe.terminal import progress as progress_module
 from ds_fsmoe.terminal import screen, tables
-from ds_fsmoe.terminal.progress import NowAndThen, Progress, followed
+from ds_fsmoe.terminal.progress import Progress, followed
 from ds_fsmoe.terminal.screen import RED, YELLOW, is_terminal, print_coloured, print_marked
 from ds_fsmoe.terminal.tables import Message, Table, print_parts, print_table
 
@@ -69,14 +69,8 @@ def test_a_table_is_plain_text_outside_of_terminals(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines() == PLAIN
     assert str(table()) == "\n".join(PLAIN)
     assert str(table()).isascii()
-
-
-def test_a_table_without_rule_indent_or_heads_has_none() -> None:
     assert Table(("a", "b"), [("x", 1)], indent="  ", has_rule=False).lines() == ["  a  b", "  x  1"]
-    assert Table((), [("name", "value"), ("longer name", "another")]).lines() == [
-        "name         value",
-        "longer name  another",
-    ]
+    assert Table((), [("name", "value"), ("longer", "another")]).lines() == ["name    value", "longer  another"]
     assert Table(("a", "b"), []).lines() == ["a  b", "-  -"]
 
 
@@ -87,11 +81,8 @@ def test_rich_draws_a_table_on_a_terminal(terminal: Terminal) -> None:
     assert "\033[92m[OKAY]" in drawn
     assert "\033[91m[FAIL]" in drawn
     assert "─" in drawn
-
-
-def test_cells_that_look_like_markup_are_printed_as_they_are(terminal: Terminal) -> None:
     print_table(("[bold]head",), [("[red]cell[/red] :smile:",)])
-    assert "[bold]head" in terminal.getvalue()
+    assert "[bold]head" in terminal.getvalue(), "what looks like markup is printed as it is"
     assert "[red]cell[/red] :smile:" in terminal.getvalue()
 
 
@@ -110,30 +101,7 @@ def test_no_color_leaves_the_colours_out_and_a_dumb_terminal_gets_plain_text(
     assert terminal.getvalue().splitlines() == PLAIN
 
 
-def test_a_wide_table_is_folded_into_a_narrow_terminal(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("NO_COLOR", "1")
-    print_table(("layer", "why"), [("1", "as nothing that can be cut gains enough over one chunk here")])
-    assert all(
-        len(line.replace("\033[1m", "").replace("\033[0m", "")) <= 40 for line in terminal.getvalue().split("\n")
-    )
-
-
 # ---- warnings and the log
-
-
-def test_warnings_and_errors_are_coloured_on_a_terminal_only(
-    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    print_coloured("careful", YELLOW)
-    print_coloured("wrong", RED)
-    print_marked("op [NO]")
-    assert "\033[33mcareful" in terminal.getvalue()
-    assert "\033[1;31mwrong" in terminal.getvalue()
-    assert "op \033[93m[NO]" in terminal.getvalue()
-    file = io.StringIO()
-    print_coloured("careful", YELLOW, file)
-    assert file.getvalue() == "careful\n"
 
 
 def logged(stream: io.StringIO, message: str, level: int = logging.INFO) -> str:
@@ -145,7 +113,16 @@ def logged(stream: io.StringIO, message: str, level: int = logging.INFO) -> str:
     return stream.getvalue()
 
 
-def test_the_log_draws_tables_and_colours_warnings_on_a_terminal_and_is_plain_in_a_file() -> None:
+def test_warnings_and_errors_are_coloured_and_tables_drawn_on_a_terminal_only(terminal: Terminal) -> None:
+    print_coloured("careful", YELLOW)
+    print_coloured("wrong", RED)
+    print_marked("op [NO]")
+    for words in ("\033[33mcareful", "\033[1;31mwrong", "op \033[93m[NO]"):
+        assert words in terminal.getvalue()
+    file = io.StringIO()
+    print_coloured("careful", YELLOW, file)
+    assert file.getvalue() == "careful\n"
+    # In the log too.
     pytest.importorskip("torch")
     message = Message(["autotune: chosen", table(), "next: nothing"])
     plain = "\n".join(["[INFO] autotune: chosen", *PLAIN, "next: nothing", ""])
@@ -157,14 +134,9 @@ def test_the_log_draws_tables_and_colours_warnings_on_a_terminal_and_is_plain_in
     assert "\033[33m[WARNING] slow" in logged(Terminal(), "slow", logging.WARNING)
     assert "\033[1;31m[ERROR] wrong" in logged(Terminal(), "wrong", logging.ERROR)
     assert logged(io.StringIO(), "slow", logging.WARNING) == "[WARNING] slow\n"
-
-
-def test_a_message_is_a_string_and_arrives_whole_on_other_ranks() -> None:
-    message = Message(["head", table()])
-    assert message == "\n".join(["head", *PLAIN])
-    arrived = pickle.loads(pickle.dumps(message))
+    # A message is a string, and arrives whole on other ranks.
+    arrived, stream = pickle.loads(pickle.dumps(message)), io.StringIO()
     assert arrived == message
-    stream = io.StringIO()
     print_parts(arrived.parts, stream)
     assert stream.getvalue() == message + "\n"
 
@@ -172,7 +144,9 @@ def test_a_message_is_a_string_and_arrives_whole_on_other_ranks() -> None:
 # ---- progress
 
 
-def test_in_a_file_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+def test_outside_of_terminals_a_line_of_long_work_comes_now_and_then_from_one_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     clock = Hands()
     with Progress("measuring", 40, "operations", now_s=clock) as progress:
         for second in range(1, 26):
@@ -182,37 +156,20 @@ def test_in_a_file_a_line_comes_now_and_then(capsys: pytest.CaptureFixture[str])
         "measuring: 10 of 40 operations after 10 s (operation 10)",
         "measuring: 20 of 40 operations after 20 s (operation 20)",
     ]
-
-
-def test_short_work_and_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Hands()
     assert list(followed(range(3), Progress("converting", unit="files", now_s=clock))) == [0, 1, 2]
     with Progress("measuring", is_shown=False, now_s=clock) as progress:
-        clock.now_s = 1000
+        clock.now_s += 1000
         progress()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_lines_go_where_they_are_wanted() -> None:
-    clock, lines = Hands(), []
+    lines: list[str] = []
     with Progress("reading", unit="choices", say=lines.append, now_s=clock) as progress:
-        clock.now_s = 11
+        clock.now_s += 11
         progress.update(5, 7)
         progress.reached(6)
     assert lines == ["reading: 5 of 7 choices after 11 s"]
+    assert capsys.readouterr() == ("", "")
 
 
-def test_a_line_is_due_once_in_its_time() -> None:
-    clock = Hands()
-    lines = NowAndThen(clock)
-    due = []
-    for second in range(0, 31, 5):
-        clock.now_s = second
-        due.append(lines.is_due())
-    assert due == [False, False, True, False, True, False, True]
-
-
-def test_a_terminal_has_a_bar_for_long_work_and_the_log_goes_above_it(terminal: Terminal) -> None:
+def test_a_terminal_has_a_bar_for_long_work_the_log_goes_above_it_and_an_error_ends_it(terminal: Terminal) -> None:
     clock = Hands()
     with Progress("measuring", 4, "operations", now_s=clock) as progress:
         progress("quick")
@@ -223,27 +180,20 @@ def test_a_terminal_has_a_bar_for_long_work_and_the_log_goes_above_it(terminal: 
         with Progress("inside", 2, "files", now_s=clock) as inside:
             clock.now_s += progress_module.PATIENCE_S
             inside("one")
-            drawn = progress_module.screen.bar_now()
-            assert [(task.description, task.completed, task.total) for task in drawn.tasks] == [
-                ("measuring", 2, 4),
-                ("inside", 1, 2),
-            ]
+            drawn = screen.bar_now()
+            tasks = [(task.description, task.completed, task.total) for task in drawn.tasks]
+            assert tasks == [("measuring", 2, 4), ("inside", 1, 2)]
         assert [task.description for task in drawn.tasks] == ["measuring"]
-    assert progress_module.screen.bar_now() is None
-    assert "measuring" in terminal.getvalue()
-    assert "[red]all-to-all" in terminal.getvalue()
-    assert "careful" in terminal.getvalue()
-
-
-def test_a_bar_is_gone_after_an_error(terminal: Terminal) -> None:
-    clock = Hands()
+    assert screen.bar_now() is None
+    for words in ("measuring", "[red]all-to-all", "careful"):
+        assert words in terminal.getvalue()
 
     def breaks() -> None:
         with Progress("measuring", now_s=clock) as progress:
-            clock.now_s = progress_module.PATIENCE_S
+            clock.now_s += progress_module.PATIENCE_S
             progress()
             raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
         breaks()
-    assert progress_module.screen.bar_now() is None
+    assert screen.bar_now() is None

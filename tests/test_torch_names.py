@@ -73,11 +73,8 @@ def test_every_private_name_of_torch_that_is_used_is_listed() -> None:
     }
 
 
-def test_every_listed_name_is_there_or_optional() -> None:
+def test_every_listed_name_is_there_or_optional_and_one_that_torch_moved_is_named() -> None:
     compat.check_private_names(TORCH_NAMES)
-
-
-def test_a_name_that_torch_moved_is_named() -> None:
     with pytest.raises(compat.IncompatibleError, match=r"torch .* has no torch\.nn:Module\(\)\._gone"):
         compat.check_private_names({"torch.nn:Module()._gone": None})
 
@@ -95,6 +92,9 @@ def untaped(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_seam_that_is_there_and_that_torch_does_not_call_is_refused_by_name(untaped: pytest.MonkeyPatch) -> None:
+    """So is one that is gone; with those of today, both kinds of checkpointing have tapes."""
+    generators = replay._GENERATORS
+
     def shim(fn, preserve_rng_state=True, context_fn=torch_checkpoint.noop_context_fn):
         raise AssertionError("nobody calls it")
 
@@ -104,32 +104,16 @@ def test_a_seam_that_is_there_and_that_torch_does_not_call_is_refused_by_name(un
         replay.tape_torchs_functions()
     assert not torch_checkpoint._ds_fsmoe_tapes
     assert torch_checkpoint.left_over is shim
-
-
-def test_a_seam_that_is_gone_is_refused_by_name(untaped: pytest.MonkeyPatch) -> None:
     untaped.setattr(replay, "_GENERATORS", ("gone",))
     with pytest.raises(RuntimeError, match=r"torch .*: torch\.utils\.checkpoint\.gone takes no context_fn"):
         replay.tape_torchs_functions()
-
-
-def test_both_kinds_of_checkpointing_have_tapes_once_they_are_put_there(untaped: pytest.MonkeyPatch) -> None:
+    untaped.setattr(replay, "_GENERATORS", generators)
     replay.tape_torchs_functions()
     assert replay._has_tape(use_reentrant=True)
     assert replay._has_tape(use_reentrant=False)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "nccl-legacy", "nccl2", "nccl-lazy"])
-def test_every_name_of_nccl_is_known_where_tensors_have_to_be_on_a_gpu(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
-    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: f"cuda:{backend}")
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert fail_together.device_of(None) == torch.device("cuda", 3)
-    assert nccl.is_used()
-
-
-def test_ranks_compare_the_implementation_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_name_of_nccl_is_known_and_ranks_compare_its_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     class ProcessGroupNCCL2: ...
 
     class Group:
@@ -138,8 +122,13 @@ def test_ranks_compare_the_implementation_of_nccl(monkeypatch: pytest.MonkeyPatc
             return ProcessGroupNCCL2()
 
     assert nccl.facts() == {}
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    for backend in ("nccl", "nccl-legacy", "nccl2", "nccl-lazy"):
+        monkeypatch.setattr(dist, "get_backend", lambda group=None, name=backend: name)
+        monkeypatch.setattr(dist, "get_backend_config", lambda group=None, name=backend: f"cuda:{name}")
+        assert fail_together.device_of(None) == torch.device("cuda", 3)
+        assert nccl.is_used()
     monkeypatch.setattr(nccl, "world_size_now", lambda: 2)
-    monkeypatch.setattr(nccl, "is_used", lambda: True)
     monkeypatch.setattr(nccl, "version", lambda: (2, 30, 1))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", Group)
     assert nccl.facts() == {"NCCL": "ProcessGroupNCCL2 2.30.1"}

@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,14 +28,9 @@ from ds_fsmoe.offline.commands.layouts import (
     with_changes,
     words_of_changes,
 )
-from ds_fsmoe.offline.commands.training_command import (
-    OURS,
-    PlannedRun,
-    TrainingCommand,
-    find_config,
-)
+from ds_fsmoe.offline.commands.training_command import OURS, PlannedRun, TrainingCommand, find_config
 from ds_fsmoe.offline.commands.training_run import OUT_OF_TIME, run_training
-from ds_fsmoe.offline.commands.tune import AS_IT_IS, LayoutTrial, contenders
+from ds_fsmoe.offline.commands.tune import AS_IT_IS
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.scripts import ROOT
@@ -84,145 +81,110 @@ def config(tmp_path: Path) -> Path:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8},
-        "fsmoe": {"enabled": True, "num_chunks": {"forward": 2}},
+        "fsmoe": {"enabled": True, "num_chunks": {"forward": 2}, "trace": {"enabled": True, "cluster": "testbed_b"}},
     }
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(written, indent=4))
     return path
 
 
-def tune(config: Path, does: dict[str, Any], *options: str, more: tuple[str, ...] = ()) -> tuple[int, list[dict]]:
-    """Return the exit status, and the configs of the runs."""
-    log = config.with_name("configs.jsonl")
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-c", RUNS, json.dumps(does), str(config), str(log), *more]
-    status = main(["tune", "--out", str(config.parent / "out"), *options, "--", *command])
-    return status, [json.loads(each) for each in log.read_text().splitlines()] if log.exists() else []
+@pytest.fixture
+def tune(config: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return what tunes a script that does this with each ep_size."""
+
+    def run(does: dict[str, Any], *options: str, more: tuple[str, ...] = ()) -> Any:
+        log, tuned = config.with_name("configs.jsonl"), config.with_name("ds_config.tuned.json")
+        log.unlink(missing_ok=True)
+        command = [sys.executable, "-c", RUNS, json.dumps(does), str(config), str(log), *more]
+        status = main(["tune", "--out", str(config.parent / "out"), *options, "--", *command])
+        configs = [json.loads(each) for each in log.read_text().splitlines()] if log.exists() else []
+        sizes = [each["fsmoe"].get("ep_size") for each in configs]
+        written = json.loads(tuned.read_text()) if tuned.exists() else None
+        return SimpleNamespace(
+            status=status, configs=configs, sizes=sizes, tuned=written, **capsys.readouterr()._asdict()
+        )
+
+    return run
 
 
-def sizes_of(configs: list[dict[str, Any]]) -> list[int | None]:
-    return [each["fsmoe"].get("ep_size") for each in configs]
-
-
-def test_the_fastest_layout_is_written_beside_the_config_with_only_what_changed(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_fastest_layout_is_written_beside_the_config_with_only_what_changed(tune: Any, config: Path) -> None:
     before = config.read_text()
-    status, configs = tune(config, {"2": 100, "1": 120, "4": 80})
-    said = capsys.readouterr().out
-    assert status == 0
+    found = tune({"2": 100, "1": 120, "4": 80}, "--steps", "6")
     # One is clearly ahead after the first round, so there is no second one.
-    assert sizes_of(configs)[0] is None
-    assert sorted(sizes_of(configs)[1:]) == [1, 4]
+    assert (found.status, found.sizes[0], sorted(found.sizes[1:])) == (0, None, [1, 4])
     assert config.read_text() == before
-    tuned = config.with_name("ds_config.tuned.json")
     wanted = json.loads(before)
     wanted["fsmoe"]["ep_size"] = 4
-    assert json.loads(tuned.read_text()) == wanted
-    assert '\n    "fsmoe": {' in tuned.read_text()
-    assert "fsmoe.ep_size: left out -> 4" in said
-    rows = {line.split("  ")[0]: line for line in said.splitlines() if line.endswith("  ok")}
+    assert found.tuned == wanted
+    assert '\n    "fsmoe": {' in config.with_name("ds_config.tuned.json").read_text()
+    assert "fsmoe.ep_size: left out -> 4" in found.out
+    rows = {line.split("  ")[0]: line for line in found.out.splitlines() if line.endswith("  ok")}
     assert set(rows) == {f"{AS_IT_IS} (ep_size 2)", "ep_size = 1", "ep_size = 4"}
     assert "1.25x" in rows["ep_size = 4"]
-
-
-def test_a_run_has_the_record_the_measurements_and_the_end_that_its_steps_need(config: Path) -> None:
-    _, configs = tune(config, {"2": 100, "1": 120, "4": 80}, "--steps", "6")
+    # A run has the record, the measurements and the end that its steps need; its links are those of the config.
     out = config.parent / "out"
-    for number, each in enumerate(configs):
-        assert each["fsmoe"]["record"] == {
-            "dir": str(out / f"{number:02}"),
-            "stop_after": 106,
-            "stop_after_settled": 9,
-        }
+    for number, each in enumerate(found.configs):
+        record = {"dir": str(out / f"{number:02}"), "stop_after": 106, "stop_after_settled": 9}
+        assert each["fsmoe"]["record"] == record
         assert each["fsmoe"]["autotune"] == {"enabled": True, "trials": 1, "cache_dir": str(out / "measured")}
+        assert each["fsmoe"]["trace"] == {"enabled": False, "cluster": "testbed_b"}
 
 
-def test_layouts_that_are_about_as_fast_run_again_and_no_others(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, configs = tune(config, {"2": "wide", "1": 300, "4": "wide"}, "--rounds", "3")
-    assert status == 0
-    assert sizes_of(configs).count(1) == 1
-    assert sizes_of(configs).count(4) == sizes_of(configs).count(None) == 3
-    assert "it stays, and nothing is written" in capsys.readouterr().out
-    assert not config.with_name("ds_config.tuned.json").exists()
+def test_layouts_that_are_about_as_fast_run_again_and_no_others(tune: Any) -> None:
+    found = tune({"2": "wide", "1": 300, "4": "wide"}, "--rounds", "3")
+    assert found.status == 0
+    assert (found.sizes.count(1), found.sizes.count(4), found.sizes.count(None)) == (1, 3, 3)
+    assert "it stays, and nothing is written" in found.out
+    assert found.tuned is None
 
 
-@pytest.mark.parametrize(
-    ("does", "state"),
-    [
-        ("memory", "out of memory"),
-        ("fail", "failed: ValueError: experts: are not divisible"),
-        ("hang", "ended after 3 s"),
-    ],
-)
-def test_a_layout_that_cannot_run_is_a_row_and_the_others_are_tried(
-    does: str, state: str, config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, configs = tune(config, {"2": 100, "1": does, "4": 80}, "--limit-s", "3")
-    assert status == 0
-    assert len(configs) == 3
-    said = capsys.readouterr().out
-    row = next(line for line in said.splitlines() if line.startswith("ep_size = 1  "))
-    assert row.endswith(state)
-    assert json.loads(config.with_name("ds_config.tuned.json").read_text())["fsmoe"]["ep_size"] == 4
+def test_layouts_that_cannot_run_are_rows_and_a_config_that_cannot_is_replaced_by_one_that_fits(tune: Any) -> None:
+    found = tune({"2": 100, "1": "fail", "4": "hang"}, "--limit-s", "3")
+    assert (found.status, len(found.configs), found.tuned) == (0, 3, None)
+    lines = found.out.splitlines()
+    for size, state in {1: "failed: ValueError: experts: are not divisible", 4: "ended after 3 s"}.items():
+        assert next(line for line in lines if line.startswith(f"ep_size = {size}  ")).endswith(state)
+    found = tune({"2": "memory", "1": 130, "4": 120})
+    assert (found.status, found.tuned["fsmoe"]["ep_size"]) == (0, 4)
+    assert "fastest: ep_size = 4" in found.out
+    assert "out of memory" in found.out
 
 
-def test_a_config_that_needs_too_much_memory_is_replaced_by_one_that_fits(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, _ = tune(config, {"2": "memory", "1": 130, "4": 120})
-    assert status == 0
-    said = capsys.readouterr().out
-    assert "fastest: ep_size = 4" in said
-    assert "out of memory" in said
-
-
-def test_a_first_run_that_does_not_begin_ends_the_command(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune(config, {"2": "no record"})[0] == 1
-    assert "no record: does the script use ds_fsmoe?" in capsys.readouterr().err
+def test_a_first_run_that_does_not_begin_ends_the_command(tune: Any, config: Path, capsys: Any) -> None:
+    found = tune({"2": "no record"})
+    assert found.status == 1
+    assert "no record: does the script use ds_fsmoe?" in found.err
     command = [sys.executable, "-c", "raise RuntimeError('no data')", str(config)]
     assert main(["tune", "--out", str(config.parent / "out"), "--", *command]) == 1
     assert "failed: RuntimeError: no data" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_fit_with_all_experts_on_every_rank_is_tried_with_fewer(
-    config: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("does", "size"),
+    [({"stock": "memory at once", "2": 100, "1": 300, "4": 200}, 2), ({"2": 100, "1": 60, "4": 120}, 1)],
+)
+def test_a_config_without_our_block_is_tuned_against_stock_where_that_fits(
+    does: dict[str, Any], size: int, tune: Any, config: Path
 ) -> None:
     written = json.loads(config.read_text())
     del written["fsmoe"]
     config.write_text(json.dumps(written))
-    status, configs = tune(config, {"stock": "memory at once", "2": 100, "1": 300, "4": 200})
-    assert status == 0
-    assert [each["fsmoe"]["enabled"] for each in configs][:2] == [False, True]
-    said = capsys.readouterr().out
-    assert f"{AS_IT_IS}  " in said
+    found = tune(does)
+    assert found.status == 0
+    assert [each["fsmoe"]["enabled"] for each in found.configs][:2] == [False, True]
     # The size that was tried is written, as another start might choose another one.
-    tuned = json.loads(config.with_name("ds_config.tuned.json").read_text())
-    assert tuned == written | {"fsmoe": {"enabled": True, "ep_size": 2}}
+    assert found.tuned == written | {"fsmoe": {"enabled": True, "ep_size": size}}
 
 
-def test_sizes_that_are_named_are_tried_where_no_run_comes_to_its_first_step(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sizes_that_are_named_are_tried_where_no_run_comes_to_its_first_step(tune: Any) -> None:
     does = {"2": "memory at once", "4": 100, "8": "memory at once"}
-    assert tune(config, does)[0] == 1
-    printed = capsys.readouterr()
-    assert "name sizes by --ep-sizes to try them all the same" in printed.err
-    assert "out of memory" in printed.out
-    status, configs = tune(config, does, "--ep-sizes", "4,8")
-    assert status == 0
-    assert sizes_of(configs) == [None, 4, 8]
-    assert json.loads(config.with_name("ds_config.tuned.json").read_text())["fsmoe"]["ep_size"] == 4
-
-
-def test_a_size_that_a_clusters_links_are_chosen_for_is_chosen_for_them_in_every_run(config: Path) -> None:
-    written = json.loads(config.read_text())
-    written["fsmoe"]["trace"] = {"enabled": True, "cluster": "testbed_b"}
-    config.write_text(json.dumps(written))
-    _, configs = tune(config, {"2": 100, "1": 120, "4": 80})
-    assert [each["fsmoe"]["trace"] for each in configs] == [{"enabled": False, "cluster": "testbed_b"}] * 3
+    found = tune(does)
+    assert found.status == 1
+    assert "name sizes by --ep-sizes to try them all the same" in found.err
+    assert "out of memory" in found.out
+    found = tune(does, "--ep-sizes", "4,8")
+    assert (found.status, found.sizes) == (0, [None, 4, 8])
+    assert found.tuned["fsmoe"]["ep_size"] == 4
 
 
 def test_what_a_launcher_has_started_has_time_to_end_its_ranks(tmp_path: Path) -> None:
@@ -251,28 +213,19 @@ def test_a_job_that_nohup_has_started_goes_on_when_its_terminal_is_gone(tmp_path
         run_training("tune", subject, planned, 60.0)
 
 
-def test_stages_and_micro_batches_are_tried_where_they_are_allowed(config: Path) -> None:
+def test_stages_and_micro_batches_are_tried_where_they_are_allowed(tune: Any) -> None:
     options = ("--ep-sizes", "2", "--zero-stages", "2,3", "--micro-batch-sizes", "2,4")
-    _, configs = tune(config, {"2": 100}, *options, "--rounds", "1")
-    found = [
-        (
-            each["zero_optimization"]["stage"],
-            each["train_micro_batch_size_per_gpu"],
-            each["gradient_accumulation_steps"],
-        )
-        for each in configs
-    ]
+    configs = tune({"2": 100}, *options, "--rounds", "1").configs
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    found = [(each["zero_optimization"]["stage"], *(each[name] for name in sizes)) for each in configs]
     assert sorted(found) == [(2, 2, 4), (2, 4, 2), (3, 2, 4), (3, 4, 2)]
     assert {each["zero_optimization"]["reduce_bucket_size"] for each in configs} == {5e8}
 
 
-def test_a_script_that_ignores_the_micro_batch_of_the_config_is_said_to_do_so(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = ("--ep-sizes", "2", "--micro-batch-sizes", "2,4")
-    tune(config, {"2": 100}, *options, more=("ignores",))
-    assert "256 tokens of rank 0 in a step instead of 512: the script does not follow" in capsys.readouterr().out
-    assert not config.with_name("ds_config.tuned.json").exists()
+def test_a_script_that_ignores_the_micro_batch_of_the_config_is_said_to_do_so(tune: Any) -> None:
+    found = tune({"2": 100}, "--ep-sizes", "2", "--micro-batch-sizes", "2,4", more=("ignores",))
+    assert "256 tokens of rank 0 in a step instead of 512: the script does not follow" in found.out
+    assert found.tuned is None
 
 
 def test_options_of_the_script_follow_by_the_mapping_of_deepspeeds_own_autotuner(tmp_path: Path) -> None:
@@ -290,18 +243,6 @@ def test_options_of_the_script_follow_by_the_mapping_of_deepspeeds_own_autotuner
     assert found == ["train.py", "new", "--batch", "1", "--steps", "2"]
     subject = find_config(command, "tune", needs_block=False)
     assert subject.command_with(config) == command
-
-
-def test_a_config_without_our_block_is_tuned_against_stock(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written = json.loads(config.read_text())
-    del written["fsmoe"]
-    config.write_text(json.dumps(written))
-    status, configs = tune(config, {"2": 100, "1": 60, "4": 120})
-    assert status == 0
-    assert [each["fsmoe"]["enabled"] for each in configs][:3] == [False, True, True]
-    assert "enabled = true, ep_size = 1" in capsys.readouterr().out
-    tuned = json.loads(config.with_name("ds_config.tuned.json").read_text())
-    assert tuned == written | {"fsmoe": {"enabled": True, "ep_size": 1}}
 
 
 def test_all_sizes_that_divide_ranks_and_experts_are_layouts_and_no_others() -> None:
@@ -325,14 +266,6 @@ def test_an_auto_size_is_written_as_the_number_that_was_tried() -> None:
     changes = changes_of(ExpertLayout(2, 1, 3), HUGGING_FACE, config)
     assert words_of_changes(changes) == "ep_size = 2, zero_optimization.stage = 3"
     assert words_of_changes(changes_of(ExpertLayout(2, 2, 2), STOCKS, config)) == "expert_tensor_parallel_size = 2"
-
-
-def test_a_contender_is_whose_interval_overlaps_that_of_the_fastest() -> None:
-    fast, close, slow = (
-        LayoutTrial(name, times_ms=times) for name, times in (("a", [9, 10, 11]), ("b", [10, 12]), ("c", [30, 31]))
-    )
-    failed = LayoutTrial("d", state="out of memory", times_ms=[1, 2])
-    assert contenders([slow, close, fast, failed]) == [fast, close]
 
 
 def test_wrong_arguments_are_named_before_anything_starts(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,15 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ds_fsmoe.config.blocks import AutotuneBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError
-from ds_fsmoe.distributed.topology import Stages
-from ds_fsmoe.observing.step_timer import MeasuredStep, StepClock
-from ds_fsmoe.planning.decide.step_time import StageTimes, StepTimes
-from ds_fsmoe.tuning.drift import BEFORE_NEXT, IN_A_ROW, BatchWatch
-from ds_fsmoe.tuning.table import span
 from ds_fsmoe.tuning.trial_rounds import TrialRounds
-from ds_fsmoe.tuning.tuned_model import OfStages
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_pipeline_stages import batches, make_engine
@@ -120,99 +113,6 @@ def test_all_stages_try_refine_and_watch_the_same_batches(
     assert set(watched.phases) == {f"stage{i}/{phase}" for i in range(num_stages) for phase in ("forward", "backward")}
     assert all(each.measured_ms > 0 for each in watched.phases.values())
     assert watched.whole.predicted_ms == pytest.approx(first["step"].chosen_ms + watched.rest.predicted_ms)
-
-
-def test_layers_of_a_stage_are_named_with_it() -> None:
-    assert span(["stage1/L00", "stage1/L01", "stage1/L02"]) == "stage1/L00..L02"
-    assert span(["stage1/L00", "stage1/L02"]) == "stage1/L00, stage1/L02"
-
-
-# ---- the watch
-
-
-class Played:
-    device = torch.device("cpu")
-    step: MeasuredStep | None = None
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def read(self) -> MeasuredStep | None:
-        return self.step
-
-
-TIMES = StageTimes(3.0, 4.0, 6.0)
-RUNS = OfStages("2 and 2 chunks", StepTimes(30.0, 30.0, 40.0, None, 2.0, 1.0, 20.0), (TIMES,))
-
-
-def watched_batches(**autotune: Any) -> tuple[BatchWatch, Played, list[str]]:
-    clock, asked = Played(), []
-    block = AutotuneBlock(**{"enabled": True, "watch_every": 1} | autotune)
-    watch = BatchWatch(block, clock, Stages(0, 1, 2), lambda: RUNS, asked.append)
-    watch.step_is_over(0)
-    return watch, clock, asked
-
-
-def batch_of(ms: float) -> MeasuredStep:
-    return MeasuredStep(2, 2, 7.0, 11.0, (), batch_ms=ms)
-
-
-def test_a_batch_is_compared_with_what_is_predicted_of_it_and_what_was_left_over_at_first() -> None:
-    watch, clock, _ = watched_batches()
-    clock.step = batch_of(33.0)
-    for number in (1, 2, 3):
-        watch.step_is_over(number)
-    clock.step = batch_of(44.0)
-    found = watch.step_is_over(4)
-    assert found is watch.last
-    assert (found.whole.predicted_ms, found.whole.measured_ms) == (33.0, 44.0)
-    assert found.drift == pytest.approx(1 / 3)
-    # Two forwards; a backward and the one that gradients travel in.
-    assert [(e.predicted_ms, e.measured_ms) for e in found.phases.values()] == [(6.0, 7.0), (10.0, 11.0)]
-    assert list(found.phases) == ["stage0/forward", "stage0/backward"]
-
-
-def test_batches_that_drift_are_planned_anew_where_that_is_asked_for() -> None:
-    watch, clock, asked = watched_batches(retune_on_drift=True, drift_threshold=0.2)
-    numbers = itertools.count(1)
-    clock.step = batch_of(33.0)
-    for _ in range(BEFORE_NEXT):
-        watch.step_is_over(next(numbers))
-    assert not asked
-    clock.step = batch_of(66.0)
-    for at in range(IN_A_ROW):
-        assert not asked, at
-        watch.step_is_over(next(numbers))
-    assert len(asked) == 1
-    assert "66 ms, predicted 33 ms" in asked[0]
-
-
-def test_a_batch_that_was_not_seen_whole_is_not_compared() -> None:
-    watch, clock, _ = watched_batches()
-    for step in (None, replace(batch_of(33.0), batch_ms=None), replace(batch_of(33.0), num_backwards=0)):
-        clock.step = step
-        assert watch.step_is_over(1) is None
-
-
-def test_a_clock_tells_a_whole_batch_from_its_forwards_and_backwards() -> None:
-    at_ms = iter([0, 10, 13, 13, 17, 31])
-
-    class Host:
-        def perf_counter_ns(self) -> int:
-            return next(at_ms) * 1_000_000
-
-    clock = StepClock(torch.device("cpu"), Host())
-    clock.start()
-    clock.begin_step()
-    clock.begin_forward()
-    clock.end_forward()
-    clock.begin_backward()
-    clock.end_backward()
-    clock.end_step()
-    step = clock.read()
-    assert (step.batch_ms, step.forward_ms, step.backward_ms) == pytest.approx((31, 3, 4))
-    assert step.step_ms == step.batch_ms
 
 
 # ---- a stage that fails

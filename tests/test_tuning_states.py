@@ -6,7 +6,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,22 +87,6 @@ def test_a_stage_that_nobody_asked_for_waits_first() -> None:
     for _ in range(3):
         forward(stage)
     assert stage.state == Settled()
-
-
-@pytest.mark.parametrize("enabled", [True, None])
-def test_plans_of_a_checkpoint_settle_every_state_and_a_drift_has_every_state_watched(enabled: bool | None) -> None:
-    for num_steps in range(STEPS_BEFORE + 2):
-        for ends in ("tried", "settled"):
-            for event in (Autotune.need_not_run, lambda stage: stage.request_again("a drift")):
-                stage = stage_of(enabled)
-                for _ in range(num_steps):
-                    forward(stage, ends)
-                    step(stage)
-                event(stage)
-                drifted = Watching(1, "a drift")
-                assert stage.state in (Settled("plans came from a checkpoint"), drifted)
-                assert stage.trials is None
-                assert stage.is_measuring == (stage.state == drifted)
 
 
 EVENTS = st.sampled_from(["forward", "tried", "failed", "step", "again", "given"])

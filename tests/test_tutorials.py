@@ -1,33 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each tutorial can be followed from its first line to its last, and its commands print what it shows."""
+"""Each tutorial can be followed from its first line to its last, as can recipes, and commands print what it shows."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.pages import FOLLOWED, Reader, blocks_of, missing
-from tests.scripts import ROOT
+from tests.pages import FOLLOWED, PAGES, Reader, blocks_of, files_of, missing
+from tests.scripts import ROOT, launch
 
 pytestmark = pytest.mark.long
 
+ON_CPU = {
+    "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu"))),
+    "ACCELERATE_USE_DEEPSPEED": "true",
+}
 TUTORIALS = {Path(page).stem: text for page, text in FOLLOWED.items()}
 
 
-def test_there_is_a_tutorial_of_each_kind() -> None:
+def test_a_tutorial_of_each_kind_has_commands_and_shows_what_they_print() -> None:
     assert set(TUTORIALS) >= {"install", "qwen3", "planning", "monitor", "extend", "checkpoints"}
-
-
-@pytest.mark.parametrize("name", TUTORIALS)
-def test_a_tutorial_has_commands_and_shows_what_they_print(name: str) -> None:
-    languages = [language for language, _ in blocks_of(TUTORIALS[name])]
-    assert "sh" in languages
-    assert "text" in languages[languages.index("sh") :]
+    for text in TUTORIALS.values():
+        languages = [language for language, _ in blocks_of(text)]
+        assert "text" in languages[languages.index("sh") :]
 
 
 def test_a_gate_of_ones_own_is_checked_and_trains(tmp_path: Path) -> None:
@@ -49,11 +51,67 @@ def test_qwen3_is_fine_tuned_saved_and_exported_with_a_tiny_model_under_its_name
     (tmp_path / "train.jsonl").write_text(
         "".join(json.dumps({"text": "word " * (3 + each)}) + "\n" for each in range(32))
     )
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "examples" / "on_cpu")))
-    Reader(tmp_path, {"PYTHONPATH": paths, "ACCELERATE_USE_DEEPSPEED": "true"}).follow(TUTORIALS["qwen3"])
+    Reader(tmp_path, ON_CPU).follow(TUTORIALS["qwen3"])
     saved, exported = (load_file(tmp_path / each / "model.safetensors") for each in ("out", "exported"))
     assert saved.keys() == exported.keys()
     assert [name for name, each in saved.items() if not torch.equal(each, exported[name].to(each.dtype))] == []
+
+
+# ---- the recipes of docs/trainer.md
+
+TRAINER = PAGES["docs/trainer.md"]
+RECIPES = files_of(TRAINER)
+SHOWN = {
+    found[1]: found[2]
+    for language, content in blocks_of(TRAINER)
+    if language == "console"
+    and (found := re.fullmatch(r"\$ deepspeed --module ds_fsmoe.run (\w+\.py)\n(.*)", content, re.DOTALL))
+}
+"""What the page shows of each script's output."""
+
+
+def test_each_recipe_has_a_script_a_command_and_its_output() -> None:
+    assert list(RECIPES) == list(SHOWN) == ["train.py", "loop.py", "sft.py", "dpo.py", "grpo.py"]
+    assert all("is on for 2 MoE layer(s)" in each for each in SHOWN.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has the page's config and scripts, a small model under the name of the large one, and data."""
+    pytest.importorskip("trl")
+    from transformers import AutoModelForCausalLM, ByT5Tokenizer, Qwen3MoeConfig
+
+    folder = tmp_path_factory.mktemp("recipes")
+    (name,) = {found for each in RECIPES.values() for found in re.findall(r'"(Qwen/[^"]+)"', each)}
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": 1}
+    config = Qwen3MoeConfig(**sizes, **heads, **words, num_experts=8, num_experts_per_tok=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / name)
+    texts = [each[:180] for each in topics.values() if len(each) > 180][:64]
+    for file, rows in {
+        "texts.jsonl": [{"text": each} for each in texts],
+        "sft.jsonl": [{"prompt": each[:60], "completion": each[60:120]} for each in texts],
+        "dpo.jsonl": [{"prompt": each[:60], "chosen": each[60:120], "rejected": each[120:]} for each in texts],
+        "grpo.jsonl": [{"prompt": each[:40]} for each in texts],
+    }.items():
+        (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (config_block,) = (content for language, content in blocks_of(TRAINER) if language == "json")
+    (folder / "ds_config.json").write_text(config_block)
+    for file, script in RECIPES.items():
+        (folder / file).write_text(script)
+    return folder
+
+
+@pytest.mark.daily("recipes", 1)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_and_prints_what_the_page_shows(name: str, folder: Path) -> None:
+    printed = launch(folder, "--module", "ds_fsmoe.run", name, **ON_CPU, HF_HUB_OFFLINE="1")
+    assert missing(SHOWN[name], printed) == [], printed[-3000:]
+    assert list(folder.glob(f"out-{'trainer' if name == 'train.py' else Path(name).stem}/*.safetensors"))
 
 
 # ---- what the reader would notice

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.small_model import WIDTH, Case, SmallModel, batch
 
@@ -52,10 +53,6 @@ def functional_dropout(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.dropout(x, 0.3, module.training)
 
 
-def wasted_draw(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + 0.0 * torch.rand_like(x)
-
-
 def centred(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x - x.mean(dim=-2, keepdim=True)
 
@@ -70,7 +67,6 @@ UNCUT: dict[str, Callable[[], nn.Module]] = {
     "rest.0, a Dropout, draws random numbers": lambda: nn.Dropout(0.3),
     "rest.0, a NormOfRows, is not row-wise": lambda: NormOfRows(WIDTH),
     "expert Around draws random numbers": lambda: Function(functional_dropout),
-    "expert Around draws random numbers,": lambda: Function(wasted_draw),
     "expert Around is not row-wise: a row of its result changes": lambda: Function(centred),
     "could not be tried on a few rows (RuntimeError: at least six rows)": lambda: Function(refuses_few),
 }
@@ -90,10 +86,8 @@ def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], rank
 
     import ds_fsmoe
 
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ds_fsmoe").addHandler(handler)
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
     case = Case(ep_size=2, stage=0, k=2)
     model = SmallModel(case, rank)
     experts = model.moes[1].deepspeed_moe.experts.deepspeed_experts
@@ -127,52 +121,45 @@ def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], rank
         pipelines = [each.deepspeed_moe.pipeline for each in model.moes]
         degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
     engine.destroy()
-    logging.getLogger("ds_fsmoe").removeHandler(handler)
-    return found, [each for each in said if "in one chunk (" in each or "in one chunk: " in each], degrees
+    logging.getLogger("ds_fsmoe").removeHandler(said)
+    return found, [each for each in said.lines if "in one chunk (" in each or "in one chunk: " in each], degrees
 
 
-def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(
-        torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(one, other, strict=True)
-    )
-
-
-def compared(rank: int, world_size: int, blocks: list[dict], names: list[str]) -> list[str]:
+def compared(rank: int, names: list[str]) -> list[str]:
     wrong = []
     for number, what in enumerate(names):
         behind = (UNCUT | STAY_CUT)[what]
-        block = blocks[number % len(blocks)]
+        block = CUT | {"recompute": number % 2 == 1}
         seen, said, degrees = trained(rank, block, behind)
-        if not alike(seen, trained(rank, None, behind)[0]):
+        pairs = zip(seen, trained(rank, None, behind)[0], strict=True)
+        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs):
             wrong.append(f"{what}, {block}: other numbers")
         if degrees != [(2, 3), (1, 1) if what in UNCUT else (2, 3)]:
             wrong.append(f"{what}, {block}: {degrees}")
-        if rank == 0 and [what.rstrip(",") in each and "moes.1 runs" in each for each in said] != [True] * (
-            what in UNCUT
-        ):
+        if rank == 0 and [what in each and "moes.1 runs" in each for each in said] != [True] * (what in UNCUT):
             wrong.append(f"{what}, {block}: {said}")
     return wrong
 
 
-def test_experts_that_differ_in_chunks_are_not_cut_and_others_are(tmp_path: Path) -> None:
-    by_class, norm, by_trial, _, mixes, _ = UNCUT
-    names = [by_class, norm, by_trial, mixes, "frozen dropout"]
-    assert run_on_ranks(compared, 2, tmp_path, [CUT, CUT | {"recompute": True}], names) == [[], []]
-
-
-@pytest.mark.daily("layers", 2)
-@pytest.mark.parametrize("blocks", [[CUT], [CUT | {"recompute": True}]], ids=["kept", "recomputed"])
-def test_the_same_holds_for_every_expert(blocks: list[dict], tmp_path: Path) -> None:
-    assert run_on_ranks(compared, 2, tmp_path, blocks, [*UNCUT, *STAY_CUT]) == [[], []]
-
-
-def one_rank_alone(rank: int, world_size: int) -> list:
+def alone(rank: int) -> list[tuple[list[tuple[int, int]], int]]:
+    """Degrees and the number of sentences where experts differ on one rank alone, as they are made or later."""
     found = []
     by_class, by_trial = lambda: nn.Dropout(0.3), lambda: Function(functional_dropout)
     for behind, on_rank, late in ((by_class, 1, False), (by_trial, 0, False), (by_class, 1, True)):
         _, said, degrees = trained(rank, CUT, behind, (on_rank,), late)
         found.append((degrees, len(said)))
     return found
+
+
+def on_two_ranks(rank: int, world_size: int) -> tuple[list[str], list[tuple[list[tuple[int, int]], int]]]:
+    by_class, norm, by_trial, mixes, _ = UNCUT
+    return compared(rank, [by_class, norm, by_trial, mixes, "frozen dropout"]), alone(rank)
+
+
+def test_experts_that_differ_in_chunks_are_not_cut_on_any_rank_and_others_are(tmp_path: Path) -> None:
+    for rank, (wrong, of_one) in enumerate(run_on_ranks(on_two_ranks, 2, tmp_path)):
+        assert wrong == []
+        assert of_one == [([(2, 3), (1, 1)], 1 - rank)] * 3
 
 
 def tuned(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[bool]]:
@@ -182,15 +169,11 @@ def tuned(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[bool]
     return degrees, ["in one chunk: expert 0: expert Around draws" in line for line in said]
 
 
+@pytest.mark.daily("layers", 2)
 def test_the_autotuner_does_not_cut_them_either(tmp_path: Path) -> None:
     first, second = run_on_ranks(tuned, 2, tmp_path)
     assert first == ([(2, 3), (1, 1)], [False, True])
     assert second[0] == [(2, 3), (1, 1)]
-
-
-def test_what_one_rank_finds_holds_on_all(tmp_path: Path) -> None:
-    of_ranks = run_on_ranks(one_rank_alone, 2, tmp_path)
-    assert of_ranks == [[([(2, 3), (1, 1)], 1)] * 3, [([(2, 3), (1, 1)], 0)] * 3]
 
 
 @pytest.mark.parametrize("what", [*UNCUT, *STAY_CUT])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's script that mypy is run on, by tests/test_types.py; it is not run itself.
+"""A user's script that mypy is run on, by tests/test_public_names.py; it is not run itself.
 
 A line that ends in ``# wrong: CODE`` has a mistake that mypy has to report under that code; all others have none.
 """
