@@ -87,10 +87,13 @@ class Model:
         self.clock.end_forward()
         return loss
 
-    def backward(self, loss: torch.Tensor) -> None:
+    def backward(self, loss: torch.Tensor, sums_s: float = 0.0) -> None:
         self.clock.begin_backward()
         loss.backward()
         self.host.sleep(2 * DENSE_S)
+        if sums_s:
+            self.clock.begin_sums()
+            self.host.sleep(sums_s)
         self.clock.end_backward()
 
 
