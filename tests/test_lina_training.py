@@ -241,7 +241,7 @@ def test_micro_ops_keep_to_the_planners_rules(monkeypatch: pytest.MonkeyPatch) -
 def test_the_largest_call_of_the_first_step_counts() -> None:
     micro_ops = MicroOps(FSMoEBlock(schedule="lina", gradient_partition=GradientPartitionBlock(chunk_bytes=1024)))
     noted: list[Callable[[Any], None]] = []
-    pipeline = SimpleNamespace(watched=noted.append)
+    pipeline = SimpleNamespace(watched=lambda on_call: noted.append(on_call))
     for is_training, capacity in ((True, 3), (True, 12), (False, 99), (True, 5)):
         noted.clear()
         call: Any = SimpleNamespace(label="L00", is_training=is_training, pipeline=pipeline)

@@ -185,7 +185,7 @@ def predicted_ms(case: str, variant: str, day: str) -> float:
     """Return the ms of a step of a variant on a day."""
     job, cluster = job_of(case, day), bed_of(case, day)
     ep, schedule, alltoall = _SYSTEMS[variant]
-    job = replace(job, sums_in_pieces=schedule == BEST)
+    job = replace(job, sums_in_slices=schedule == BEST)
     groups = next(each for each in job.layouts() if each.ep == ep)
     ways = alltoalls_of(job, groups)
     return min(step_ms(job, cluster, groups, way, schedule) for way in ways if alltoall in (None, way))

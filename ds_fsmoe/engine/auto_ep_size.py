@@ -157,7 +157,7 @@ class AutoEpSize:
             zero=zero.get("stage", 0),
             micro_batches=micro_batches,
             overlap_comm=zero.get("overlap_comm") is not False,
-            sums_in_pieces=mode_of(self.block.schedule, asked.mode) != "off" and asked.levels != 1,
+            sums_in_slices=mode_of(self.block.schedule, asked.mode) != "off" and asked.levels != 1,
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype
         optimizer_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes)

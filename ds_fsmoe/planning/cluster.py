@@ -108,7 +108,7 @@ _INSIDE = {"all_reduce": ("reduce_scatter", "all_gather")}
 
 
 def cost_among(
-    cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None, *, in_pieces: bool = False
+    cluster: Cluster, group: str, at: Placement, collective: str, peers: int | None, *, in_slices: bool = False
 ) -> LinearCost:
     """Return the cost of a collective among the ranks of a group, given by its name in :class:`Groups`.
 
@@ -117,7 +117,7 @@ def cost_among(
         group, at: the group, and its placement.
         collective: the operation.
         peers: the number of messages that a rank starts; ``None``: one for each node.
-        in_pieces: whether two levels go in pieces, of which one is between nodes while another is inside them.
+        in_slices: whether two levels go in slices, of which one is between nodes while another is inside them.
 
     Raises:
         ValueError: the cluster has no number for the collective.
@@ -136,7 +136,7 @@ def cost_among(
     if at.per_node > 1 and cluster.operations.keys() >= {*inside}:
         parts = [cluster.operations[name].among(at.per_node) for name in inside]
         slopes_ms = levels.beta_ms / at.per_node, sum(each.beta_ms for each in parts)
-        slope_ms = max(slopes_ms) if in_pieces else sum(slopes_ms)
+        slope_ms = max(slopes_ms) if in_slices else sum(slopes_ms)
         ways.append(LinearCost(levels.alpha_ms + sum(each.alpha_ms for each in parts), slope_ms))
     return min(ways, key=lambda each: each.beta_ms)
 

@@ -478,7 +478,7 @@ def stage_kinds() -> Mapping[str, str]:
 
 
 def kind_costs(
-    cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat", shape: Shape | None = None, in_pieces: bool = False
+    cluster: Cluster, groups: Groups, alltoall: AllToAll = "flat", shape: Shape | None = None, in_slices: bool = False
 ) -> Mapping[str, LinearCost]:
     """Return the cost of each kind of task in these groups on this cluster.
 
@@ -489,7 +489,7 @@ def kind_costs(
     Args:
         cluster, groups, alltoall: the cluster, the groups and the kind of all-to-all.
         shape: the shape of the layers, which sets the speed of the experts' products; ``None``: that of any product.
-        in_pieces: whether gradients are summed in pieces that follow each other over both links.
+        in_slices: whether gradients are summed in slices that follow each other over both links.
 
     Raises:
         ValueError: the cluster has no number for an operation that a group needs.
@@ -510,8 +510,8 @@ def kind_costs(
         if at.size > 1:
             # A flat all-to-all starts a message to each rank, whatever its node; others go node by node.
             peers = at.size if collective == "all_to_all" and alltoall == "flat" else None
-            is_sum = in_pieces and collective == "all_reduce"
-            costs |= dict.fromkeys(kinds, cost_among(cluster, group, at, collective, peers, in_pieces=is_sum))
+            is_sum = in_slices and collective == "all_reduce"
+            costs |= dict.fromkeys(kinds, cost_among(cluster, group, at, collective, peers, in_slices=is_sum))
     at = groups.placements["ep"]
     if len(at.lanes) == 2 and alltoall == "2dh":
         inside = cluster.operation("intra.all_to_all", f"2dh over the EP group ({at.per_node} ranks in a node)")

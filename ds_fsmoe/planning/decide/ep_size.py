@@ -68,8 +68,8 @@ class ExpertJob:
     """DeepSpeed's, at ZeRO 3."""
     rest_ms: float = 0.0
     """The ms of a step that no size changes and no shape tells: the optimizer, the head, the loss."""
-    sums_in_pieces: bool = False
-    """Whether gradients are summed in two levels whose pieces follow each other, as ours are and DeepSpeed's are not.
+    sums_in_slices: bool = False
+    """Whether gradients are summed in two levels whose slices follow each other, as ours are and DeepSpeed's are not.
     """
 
     def __post_init__(self) -> None:
@@ -102,9 +102,9 @@ class ExpertJob:
         for shape in dict.fromkeys(self.shapes):
             layer = layer_work(shape, groups, alltoall, whole_slots=True)
             # Experts of another width have another rate.
-            in_pieces = self.sums_in_pieces and self.zero < 3
-            of_layer = kind_costs(cluster, groups, alltoall, shape, in_pieces)
-            costs = {**of_layer, **sharing_costs(cluster, groups, in_pieces)}
+            in_slices = self.sums_in_slices and self.zero < 3
+            of_layer = kind_costs(cluster, groups, alltoall, shape, in_slices)
+            costs = {**of_layer, **sharing_costs(cluster, groups, in_slices)}
             made[shape] = replace(self._with_dense(layer, shape), costs=LayerCosts.written(costs, cluster.host_ms))
         return tuple(made[shape] for shape in self.shapes)
 

@@ -135,7 +135,7 @@ def gathers_of(gradients: Sequence[Gradient]) -> tuple[Slice, ...]:
     return tuple(whole.values())
 
 
-def sharing_costs(cluster: Cluster, groups: Groups, in_pieces: bool = False) -> dict[str, LinearCost]:
+def sharing_costs(cluster: Cluster, groups: Groups, in_slices: bool = False) -> dict[str, LinearCost]:
     """Return the cost of each kind of task of :class:`Sharing`; see
     :func:`~ds_fsmoe.planning.workload.kind_costs`."""
     costs = {}
@@ -147,6 +147,6 @@ def sharing_costs(cluster: Cluster, groups: Groups, in_pieces: bool = False) -> 
     ):
         at = groups.placements[group]
         if at.size > 1:
-            is_sum = in_pieces and collective == "reduce_scatter"
-            costs[kind] = cost_among(cluster, group, at, collective, None, in_pieces=is_sum)
+            is_sum = in_slices and collective == "reduce_scatter"
+            costs[kind] = cost_among(cluster, group, at, collective, None, in_slices=is_sum)
     return costs
