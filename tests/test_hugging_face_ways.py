@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -39,6 +40,7 @@ from tests.test_hugging_face import (
     ds_config,
     engine_of,
     furthest,
+    own_part,
 )
 
 Weights = tuple[str, ...] | None
@@ -362,3 +364,51 @@ def test_experts_that_are_cut_along_their_hidden_width_train_as_in_one_process(
 @pytest.mark.xfail(strict=True, reason="within GatheredParameters the adapters of replicas are not whole at ZeRO 3")
 def test_several_adapters_are_merged_over_replicas_at_zero_3(tmp_path: Path) -> None:
     assert run_on_ranks(several, 4, tmp_path, 3) == [[]] * 4
+
+
+# ---- beside what Hugging Face itself has
+
+
+def beside_their_own(rank: int, world_size: int, names: list[str], folder: str) -> list[str]:
+    """What differs from Hugging Face's own expert parallelism: FSDP2 and an all-to-all, in the same processes."""
+    from deepspeed import comm as deepspeed_comm
+    from deepspeed.utils import safe_get_full_grad
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    if not deepspeed_comm.is_initialized():
+        deepspeed_comm.init_distributed("gloo")
+    said = []
+    for family in names:
+        place = Path(folder, family)
+        model = model_of(family)
+        if rank == 0:
+            model.save_pretrained(place)
+        dist.barrier()
+        x = batch(3, world_size)[rank : rank + 1]
+        options = DistributedConfig(fsdp_size=world_size, ep_size=world_size)
+        theirs = AutoModelForCausalLM.from_pretrained(place, distributed_config=options, dtype=torch.float32)
+        theirs.train()
+        their_loss = theirs(input_ids=x, labels=x).loss
+        their_loss.backward()
+        wanted = {name: each.grad for name, each in theirs.named_parameters()}
+        engine = engine_of(model, ds_config(2, num_chunks=2))
+        loss = engine(input_ids=x, labels=x).loss
+        engine.backward(loss)
+        if not abs(loss.item() - their_loss.item()) <= TOLERANCE * their_loss.item():
+            said.append(f"{family}: loss {loss.item()} for {their_loss.item()}")
+        for name, parameter in engine.module.named_parameters():
+            found, gradient = safe_get_full_grad(parameter), wanted[name]
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            if not furthest(found, own_part(whole, found.shape, rank)) <= TOLERANCE:
+                said.append(f"{family}: gradient of {name} is off by {furthest(found, whole):.1e}")
+        engine.destroy()
+    return said
+
+
+@pytest.mark.daily("hugging face", 2)
+def test_losses_and_gradients_are_those_of_hugging_faces_own_expert_parallelism(tmp_path: Path) -> None:
+    pytest.importorskip("transformers.distributed")
+    names = ["mixtral", "qwen3_moe", "olmoe"]
+    found = run_on_ranks(beside_their_own, 2, tmp_path / "ranks", names, str(tmp_path))
+    assert [each for of_rank in found for each in of_rank] == []
