@@ -37,7 +37,7 @@ from ds_fsmoe.planning.groups import Groups, can_deduplicate
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, Shape
 
-MOST_OFF = 0.15
+MOST_OFF = 0.1
 """By how much predicted ratios may be off the measured ones on average, before anything may be chosen by them."""
 SERIAL = "deepspeed"
 FREE = LinearCost(0.0, 0.0)
@@ -250,7 +250,7 @@ def test_a_job_that_cannot_be_is_refused(wrong: dict, said: str) -> None:
 # ---- what was measured on the bed: 2 nodes of 2 ranks, 100 Mbit/s between nodes and 400 inside
 
 
-def test_predicted_gains_of_ep_sizes_are_within_15_percent_of_measured_ones_on_average() -> None:
+def test_predicted_gains_of_ep_sizes_are_within_10_percent_of_measured_ones_on_average() -> None:
     found = list(gains(measured_rows()))
     assert {(each.of.ep, each.over.ep) for each in found} == {(1, 1), (2, 1), (4, 1), (4, 2)}
     assert {each.of.zero for each in found} == {0, 3}
@@ -259,11 +259,11 @@ def test_predicted_gains_of_ep_sizes_are_within_15_percent_of_measured_ones_on_a
         of_layouts = [each for each in found if (each.of.ep, each.over.ep) == layouts]
         assert mean(abs(each.error) for each in of_layouts) <= MOST_OFF
     # Single ones are further off (benchmarks/LOG.md): at ZeRO 3 over all ranks a quarter of the measured step is in no
-    # prediction, and on the day on which the machine computed at 0.6 of its speed all over four ranks are too good.
-    assert all(abs(each.error) < (0.55 if (each.of.zero, each.of.ep) == (3, 4) else 0.32) for each in found)
+    # prediction.
+    assert all(abs(each.error) < (0.3 if (each.of.zero, each.of.ep) == (3, 4) else 0.21) for each in found)
 
 
-def test_predicted_costs_of_zero_stages_are_within_15_percent_of_measured_ones() -> None:
+def test_predicted_costs_of_zero_stages_are_within_10_percent_of_measured_ones() -> None:
     found = stages_of_stock()
     assert {stage for _, stage, *_ in found} == {1, 2, 3}
     assert all(abs(predicted / measured - 1) <= MOST_OFF for *_, measured, predicted in found)
@@ -276,5 +276,5 @@ def test_the_size_is_chosen_that_was_measured_to_be_the_fastest(case: str) -> No
         for each in measured_rows()
         if (each.source, each.case) == ("whole.csv", case) and "AutoEP" not in each.variant
     }
-    choice = choose_ep_size(ep_sizes(job_of(case), bed_of(case)))
+    choice = choose_ep_size(ep_sizes(replace(job_of(case), sums_in_slices=True), bed_of(case)))
     assert choice.best.ep == min(measured, key=measured.__getitem__)
