@@ -16,6 +16,7 @@ import torch
 
 from ds_fsmoe import registry
 from ds_fsmoe.checkpoint.plan_state import plans_of, read_plans
+from ds_fsmoe.components.hierarchical import HierarchicalAllToAll
 from ds_fsmoe.files.traces import merge_traces
 from ds_fsmoe.layer.stock_layer import FSMoELayer
 from ds_fsmoe.planning.decide.candidates import Search
@@ -113,6 +114,27 @@ def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(ways: 
         }
     # Of each rank, micro step and layer, measured and predicted: 3 chunks forward, 2 backward, of five tasks each.
     assert len(tasks) == 2 * 4 * 2 * 2 * (3 + 2) * 5
+
+
+class Direct(HierarchicalAllToAll):
+    """Contradicts itself."""
+
+    links = ("intra", "inter")
+
+    def forwarding_ranks(self, source: int, destination: int, nodes: Any) -> tuple[int, ...]:
+        return (destination,)
+
+
+def contradicting(rank: int, world_size: int) -> None:
+    import ds_fsmoe
+
+    ds_fsmoe.register_alltoall("direct")(Direct)
+    with pytest.raises(ds_fsmoe.ConfigError, match=r'^fsmoe\.alltoall = "direct": Direct sends blocks of rank 0'):
+        train(rank, block("direct"))
+
+
+def test_one_that_contradicts_itself_is_refused_on_every_rank_with_path_and_value(tmp_path: Path) -> None:
+    run_on_ranks(contradicting, 4, tmp_path)
 
 
 def tuned(rank: int, world_size: int, folder: str) -> tuple[set[str], list[Any], list[list[list[int]]]]:

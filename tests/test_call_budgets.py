@@ -21,16 +21,21 @@ COUNTED_WITH = (3, 11), "2.13"
 BUDGETS: dict[tuple[int, int, str], tuple[tuple[int, int], ...]] = {
     (1, 1, "auto"): ((199, 5), (287, 12), (423, 93), (292, 28)),
     (1, 4, "auto"): ((479, 24), (738, 52), (718, 114), (743, 68)),
+    (8, 1, "never"): ((536, 48), (1059, 104), (758, 149), (1064, 142)),
+    (8, 1, "always"): ((369, 5), (432, 12), (591, 106), (437, 50)),
     (8, 4, "never"): ((1407, 196), (3322, 420), (1644, 299), (3327, 458)),
     (8, 4, "always"): ((685, 24), (925, 52), (922, 127), (930, 90)),
     (16, 1, "never"): ((920, 96), (1939, 208), (1142, 197), (1944, 246)),
     (16, 1, "always"): ((441, 5), (456, 12), (663, 106), (461, 50)),
+    (16, 4, "never"): ((2463, 388), (6266, 836), (2700, 491), (6271, 874)),
+    (16, 4, "always"): ((757, 24), (949, 52), (994, 127), (954, 90)),
     (32, 4, "never"): ((4575, 772), (12154, 1668), (4812, 875), (12159, 1706)),
     (32, 4, "always"): ((901, 24), (997, 52), (1138, 127), (1002, 90)),
     (1, 1, "rows"): ((190, 5), (278, 12), (527, 129), (278, 28)),
     (1, 4, "rows"): ((428, 24), (690, 52), (794, 155), (690, 68)),
     (8, 4, "rows"): ((733, 24), (1053, 61), (1097, 169), (1053, 99)),
     (16, 1, "rows"): ((465, 5), (470, 12), (800, 143), (470, 50)),
+    (16, 4, "rows"): ((805, 24), (1077, 61), (1169, 169), (1077, 99)),
     (32, 4, "rows"): ((949, 24), (1125, 61), (1313, 169), (1125, 99)),
 }
 PARTS = ("part forward", "part backward", "layer forward", "layer backward")
@@ -67,6 +72,10 @@ DAILY = (1, 4, "auto"), (8, 4, "never"), (8, 4, "always"), (8, 4, "rows")
 def test_a_layer_keeps_to_its_budget_of_calls_and_launches(num_experts: int, degree: int, together: str) -> None:
     found = layer_counts(num_experts, degree, together)
     assert complaints(found, BUDGETS[num_experts, degree, together]) == []
+
+
+def test_a_count_is_the_same_every_time() -> None:
+    assert layer_counts(2, 2, "always") == layer_counts(2, 2, "always")
 
 
 @pytest.mark.parametrize("together", ["always", "rows"])

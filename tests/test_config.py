@@ -37,7 +37,9 @@ def test_a_block_may_be_one_word_or_whole_and_one_that_is_disabled_is_not_asked_
     assert read_block({"fsmoe": {"enabled": True}}) == FSMoEBlock(enabled=True)
     assert read_block({"fsmoe": WHOLE_BLOCK}).gate.k == 3
     assert read_block({"train_batch_size": 8}) is None
-    assert read_block({"fsmoe": {"enabled": False, "schedule": "tutel", "order": "einsum"}}).enabled is False
+    of_a_plugin = {"type": "one of a plugin", "an option of its": 1}
+    block = {"enabled": False, "schedule": "tutel", "order": "einsum", "gate": of_a_plugin}
+    assert read_block({"fsmoe": block}).enabled is False
 
 
 def test_a_mistyped_switch_does_not_turn_us_off_in_silence() -> None:

@@ -350,6 +350,34 @@ def test_many_chunks_in_half_precision_err_no_more_than_one_by_one(kind: str) ->
 # ---- whose turn it is to be computed together
 
 
+def test_the_rule_goes_by_rows_sizes_and_places(alone: list[str]) -> None:
+    def num_alone(experts: list[nn.Module], slots: int, num_ranks: int = 1) -> int:
+        width = next(experts[0].parameters()).shape[1]
+        alone.clear()
+        x_NeCM = rows(num_ranks, len(experts), slots, width, dtype=torch.float32)
+        ExpertSet(experts).call(True).forward(0, slots, x_NeCM)
+        return len(alone)
+
+    fitting = side_by_side("gpt gelu", 3, 32, 64, torch.float32)
+    assert [num_alone(fitting, 32), num_alone(fitting, 16, num_ranks=2)] == [0, 0]
+    assert [num_alone(fitting, 33), num_alone(fitting, 17, num_ranks=2)] == [3, 3]
+    assert num_alone(side_by_side("gpt gelu", 3, 33, 64, torch.float32), 5) == 3
+    assert num_alone(side_by_side("mixtral", 3, 32, 65, torch.float32), 5) == 3
+    assert num_alone(make_experts("gpt gelu", 3, 32, 64, torch.float32), 5) == 3
+    for frozen in (fitting[1:2], fitting):  # of another structure, between the two others; and all of them
+        for expert in frozen:
+            expert.fc2.weight.requires_grad_(False)
+        assert num_alone(fitting, 5) == 3
+
+
+def test_on_a_cpu_as_many_go_together_as_have_8_megabytes_of_one_weight() -> None:
+    experts = side_by_side("gpt relu", 5, 32, 32768, torch.float32)  # 4 MiB each
+    for together, numbers in (("never", [1] * 5), ("auto", [2, 2, 1]), ("always", [5])):
+        call = ExpertSet(experts, together=together).call(True)
+        call.forward(0, 3, rows(2, 5, 3, 32, dtype=torch.float32))
+        assert [run.last - run.first for run in call._runs] == numbers
+
+
 def test_experts_of_other_kinds_and_activations_are_kept_apart(alone: list[str]) -> None:
     relu, gelu = side_by_side("gpt relu", 2), side_by_side("gpt gelu", 2)
     experts = [*relu, *gelu, *make_experts("mixtral", 1), *make_experts("bottleneck", 1), *side_by_side("mixtral", 2)]
@@ -437,6 +465,19 @@ def test_recompute_keeps_the_rows_alone(name: str) -> None:
     assert memory - {each.untyped_storage().data_ptr() for each in experts.parameters} == {
         x_NeCM.untyped_storage().data_ptr()
     }
+
+
+def test_a_hook_on_a_parameter_is_not_run_by_the_call() -> None:
+    """Whoever puts the gradients that it returns into autograd has it run."""
+    seen: list[torch.Tensor] = []
+    for name in (*WRITTEN, *GRAPH):
+        experts = ExpertSet(make_experts(name))
+        for parameter in experts.parameters:
+            parameter.register_hook(seen.append)
+        call = experts.call(True)
+        backward(call, forward(call, rows(2, 3, C, M), [C]), [C])
+        assert any(each is not None for each in call.gradients()) or not experts.parameters
+        assert not seen, name
 
 
 @pytest.mark.parametrize("order", [None, torch.tensor([4, 0, 1, 3, 2])], ids=["same chunks", "other chunks"])

@@ -33,7 +33,7 @@ from ds_fsmoe.checks.first_forwards import FirstForwards
 from tests.calls import call_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import WIDTH, Case, SmallModel, batch
 
 CASE = Case(1, 0, "fp32", 1, 2, True)
 
@@ -89,6 +89,9 @@ def trained(
             found["losses"].append(loss.item())
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
+    with pytest.raises(LayerError) as wide:
+        model.moes[1](torch.randn(7, WIDTH + 1))
+    found["wide"] = str(wide.value)
     logging.getLogger("ds_fsmoe").removeHandler(said)
     engine.destroy()
     words = ("row-wise", "run in one chunk", "runs in one chunk")
@@ -194,6 +197,11 @@ def test_an_input_of_another_width_is_named(gate: nn.Module, order: nn.Module) -
         with pytest.raises(LayerError) as caught:
             layer(torch.randn(shape))
         assert str(caught.value) == f"MOELayer: its input has shape {list(shape)}: must be [..., M = 16]"
+
+
+def test_in_an_engine_the_layer_of_an_input_of_another_width_is_named_by_its_path(of_ranks: list) -> None:
+    for found in of_ranks:
+        assert found["good"]["wide"] == f"moes.1: its input has shape [7, {WIDTH + 1}]: must be [..., M = {WIDTH}]"
 
 
 @pytest.mark.parametrize("degree", [1, 2])

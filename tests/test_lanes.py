@@ -11,6 +11,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,17 @@ def test_the_serial_lanes_run_inside_a_body() -> None:
     case = Arithmetic(inside)
     lanes.run(schedule_of(("EXPERT", COMPUTE, ())), {"EXPERT": lambda task: lanes.run(inside, case.bodies)})
     assert case.outcome() == serial_outcome(inside)
+
+
+def test_a_second_thread_that_runs_meanwhile_is_refused(threads: ThreadLanes) -> None:
+    schedule = schedule_of(("EXPERT", COMPUTE, ()))
+    with ThreadPoolExecutor(1) as elsewhere:
+
+        def body(task: Task) -> None:
+            elsewhere.submit(threads.run, schedule, {"EXPERT": lambda task: None}).result(LIMIT_S)
+
+        with pytest.raises(RuntimeError, match="or a run of a second thread"):
+            threads.run(schedule, {"EXPERT": body})
 
 
 def test_lanes_are_closed_between_runs_alone_and_do_not_run_then(lanes: Lanes) -> None:

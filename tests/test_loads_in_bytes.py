@@ -178,8 +178,10 @@ def save_layers(rank: int, world_size: int, folder: str) -> None:
 
 
 def held(source: Path, target: Path, form: convert.Form, limit_bytes: int) -> tuple[int, int]:
-    """The most bytes of tensors in memory, and the bytes written. What stays in a file until it is used is not held."""
-    read_file = whole_files.read_file
+    """The most bytes of tensors in memory, and the bytes written; each weight is read once. What stays in a file until
+    it is used is not held."""
+    way, read, read_file = "exact" if form == "fp32" else "weights", [], whole_files.read_file
+    take = getattr(whole_files.Whole, way)
 
     def in_files(*args: Any, **named: Any) -> Any:
         with _disable_current_modes():
@@ -187,8 +189,10 @@ def held(source: Path, target: Path, form: convert.Form, limit_bytes: int) -> tu
 
     with pytest.MonkeyPatch.context() as patch, LiveMemory() as memory:
         patch.setattr(whole_files, "read_file", in_files)
+        patch.setattr(whole_files.Whole, way, lambda self, name: read.append(name) or take(self, name))
         whole = convert.open_checked(convert.find_tag(source, None))
         written = sum(size for _, size in convert.export_tensors(whole, target, form, [], None, limit_bytes))
+    assert 0 < len(read) == len(set(read))
     return memory.peak, written
 
 

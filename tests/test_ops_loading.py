@@ -64,6 +64,15 @@ def builder_for(device_type: str) -> Any:
     return loading.import_op_builder().builders(device_type)[f"fsmoe_{device_type}"]
 
 
+def test_auto_without_a_compiler_takes_torchs_own_and_says_why_once(extensions: Path, monkeypatch, warned) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for _ in range(3):
+        assert load_ops("auto", "cpu").name == "plain"
+    (warning,) = warned()
+    assert "no C++ compiler: 'no-such-compiler' is not on the PATH" in warning
+    assert not extensions.exists()
+
+
 def test_auto_after_a_failed_build_takes_torchs_own_and_does_not_build_again(
     extensions: Path, tmp_path: Path, monkeypatch, warned
 ) -> None:

@@ -5,6 +5,7 @@ is said to be gained is the gain of the plan that stays, over DeepSpeed's schedu
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +23,10 @@ from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Trials
 from ds_fsmoe.tuning.tuned_model import Candidate
 from tests.hurry import hurry
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, batch, train_steps
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 84
@@ -236,6 +238,41 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
             assert all(sum(sent) == 0 for _, sent in windows[settled + 1 :])
         # The step that decides has run its earlier micro batches with what was tried last.
         assert len(set(found["degrees"][accumulation * (settled + 1) - 1 :])) == 1
+
+
+def untried(rank: int, world_size: int) -> None:
+    """Gradients are sent by rule without the autotuner, and as it has planned where it tries no plan."""
+    import ds_fsmoe
+
+    hurry()
+    said = Said()
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    for autotune in (False, {"enabled": True, "trials": 0}):
+        model, windows = SmallModel(CASE, rank), []
+        block = {"enabled": True, "autotune": autotune, "gradient_partition": {"mode": "adaptive", "solver": "de"}}
+        config = CASE.ds_config(fsmoe=block)
+        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        for step in range(6):
+            train_steps(engine, rank, [step])
+            windows.append(foreseen_and_sent(engine.fsmoe.reduction))
+        unused = [line for line in said.lines if 'fsmoe.gradient_partition.solver = "de" is not used' in line]
+        said.lines.clear()
+        if not autotune:
+            assert [foreseen for foreseen, _ in windows] == [None] * 6
+            assert sum(windows[-1][1]) > 0
+            assert len(unused) == (rank == 0)
+        else:  # measured ahead of the third forward
+            assert [foreseen is None for foreseen, _ in windows] == [True, True, False, False, False, False]
+            assert len({str(each) for each in windows[3:]}) == 1
+            assert all(b <= a for a, b in zip(*windows[-1], strict=True))
+            assert engine.fsmoe.autotune.is_settled
+            assert not unused
+        engine.destroy()
+
+
+@pytest.mark.long
+def test_without_trials_a_job_trains_as_was_planned_and_without_the_autotuner_by_rule(tmp_path: Path) -> None:
+    run_on_ranks(untried, 2, tmp_path)
 
 
 def test_the_baseline_is_tried_in_every_round_and_what_is_kept_is_compared_with_it() -> None:

@@ -7,8 +7,10 @@ import logging
 import socket
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from ds_fsmoe.distributed.groups import make_groups
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -32,6 +34,8 @@ def start_on(rank: int, world_size: int, hosts: str, ep_size: int, esp_size: int
         engine.destroy()
     except ds_fsmoe.ConfigError as caught:
         error = str(caught)
+        with pytest.raises(ValueError, match=r"^fsmoe\.expert_tensor_parallel_size = 2: the nodes have different"):
+            make_groups(1, esp_size)  # as a layer put together by hand does
     return error, "\n".join(said.lines), made
 
 
