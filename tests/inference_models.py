@@ -126,5 +126,7 @@ def plain(engine: Any, *x: Any) -> torch.Tensor:
 def furthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
     if found.shape != wanted.shape:
         return float("inf")
-    scale = wanted.abs().max().item() if wanted.numel() else 1.0
-    return (found - wanted).abs().max().item() / scale if wanted.numel() else 0.0
+    if not wanted.numel():
+        return 0.0
+    off = (found - wanted).abs().max().item() / wanted.abs().max().item()
+    return off if off >= 0 else float("inf")  # nan is as far off

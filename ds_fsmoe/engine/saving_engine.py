@@ -143,6 +143,13 @@ class SavingEngine(DeepSpeedEngine):
             optimizer.checkpoint_event_epilogue()
         return whole
 
+    def _get_shared_params(self) -> dict[str, str]:
+        """Return other name -> first name of each parameter with several; DeepSpeed's own leaves out a module that its
+        parent has under two names."""
+        first: dict[int, str] = {}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: other for name, each in named if (other := first.setdefault(id(each), name)) != name}
+
     def _save_moe_checkpoint(
         self, save_dir: str, tag: str, client_state: Any = None, exclude_frozen_parameters: bool = False
     ) -> None:
