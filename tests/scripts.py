@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import os
-import random
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from ds_fsmoe.offline.commands.training_run import free_port
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
@@ -70,13 +68,3 @@ def be_script(
 
 
 START = pytest.mark.parametrize("start", [on_ranks, pytest.param(launch, marks=pytest.mark.slow)])
-
-
-def free_port() -> int:
-    """A port for ranks to meet at, below those that the kernel gives to connections: on a busy machine one of them
-    would take it before the ranks are there."""
-    while True:
-        port = random.SystemRandom().randint(15_000, 32_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return port

@@ -84,14 +84,14 @@ def run_training(
     file.unlink(missing_ok=True)
     file.touch(0o600)
     file.write_text(json.dumps(config, indent=2))
-    command = with_free_port(subject.command_with(file), _free_port())
+    command = with_free_port(subject.command_with(file), free_port())
     try:
         return _train(of, command, folder, planned.steps, timeout_s, variables | os.environ)
     finally:
         _hide_secrets(config, command, file, log)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a free port, so that a training can run next to other jobs. It is below those that the kernel gives to
     connections: a training takes it up to a minute later."""
     while True:
