@@ -132,14 +132,14 @@ def simulated_ms(phase: Phase, degree: int, with_gradient: bool = True) -> float
     return simulate(bare_schedule(phase, degree, with_gradient), bare_block(phase)[1]).makespan_ms
 
 
-def random_phase(rng: random.Random, equal_links: bool = False) -> Phase:
-    """A layer with g != s unless asked otherwise."""
+def random_phase(rng: random.Random) -> Phase:
+    """A layer with g != s."""
 
     def load() -> Load:
         return Load(LinearCost(rng.choice([0.0, 0.3 * rng.random()]), rng.random()), 20 * rng.random())
 
-    gather = load()
-    return Phase(load(), gather, load(), gather if equal_links else load(), rng.choice([0.0, 30 * rng.random()]))
+    gather, a2a, expert, reduce = (load() for _ in range(4))
+    return Phase(a2a, gather, expert, reduce, rng.choice([0.0, 30 * rng.random()]))
 
 
 # ---- the reference: every way to run a layer, each simulated by itself
