@@ -154,7 +154,7 @@ def with_config(*arguments: str) -> list[str]:
         (1, "--ep-size 0", None, "--ep-size 0: must be at least 1"),
         (1, "--text FILE", None, "--text FILE: cannot be read: No such file or directory"),
         (1, "--text FILE", "", "--text FILE: the file is empty"),
-        (1, "--text FILE --seq-len 128", 1289 * "a", "--text FILE has 1289 bytes: too short for sequences of 128"),
+        (1, "--text FILE --seq-len 128", 1289 * "a", "FILE has 1289 bytes: too short for sequences of 128"),
         (1, "--deepspeed_config FILE", None, "--deepspeed_config FILE: no such file"),
         (1, "--deepspeed_config FILE", "{bad", "--deepspeed_config FILE: cannot be read as JSON: "),
         (1, "--deepspeed_config FILE", "[1]", "--deepspeed_config FILE: must hold a JSON object"),
