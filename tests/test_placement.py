@@ -333,6 +333,7 @@ def page_of(tmp_path: Path, rows: list[dict[str, Any]]) -> str:
     return without_programs(page.html())
 
 
+@pytest.mark.long
 def test_of_many_changes_the_last_ones_are_shown_and_of_none_the_reason(tmp_path: Path) -> None:
     page = page_of(tmp_path / "stays", [row(10, "a", 1.2), row(10, "b", 1.0)])
     assert "was decided once, 0 times with a change" in page
@@ -349,6 +350,7 @@ def test_of_many_changes_the_last_ones_are_shown_and_of_none_the_reason(tmp_path
     assert page.count("<td>1.50</td><td>-</td><td>-</td>") == 1
 
 
+@pytest.mark.long
 def test_the_picture_of_the_docs_is_of_the_policy_that_comes_along(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
