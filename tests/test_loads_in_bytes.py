@@ -2,7 +2,7 @@
 """A load at another layout takes from files what a rank keeps, and no more; each file is opened once. Whole weights and
 a conversion hold one part at a time.
 
-That all of it arrives is held by test_moved_layouts.py and test_hugging_face_files.py.
+That all of it arrives is held by test_resume.py and test_hugging_face_files.py.
 """
 
 from __future__ import annotations
