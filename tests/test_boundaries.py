@@ -134,7 +134,7 @@ STATEMENTS: dict[str, int] = {
     "gradients": 1728,
     "layer": 3201,
     "measuring": 1307,
-    "observing": 1287,
+    "observing": 1298,
     "offline": 6476,
     "ops": 736,
     "placement": 676,

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import re
 import signal
 import subprocess
@@ -23,7 +25,7 @@ from ds_fsmoe.execution.lanes import Body, SerialLanes, make_lanes
 from ds_fsmoe.execution.thread_lanes import ThreadLanes
 from ds_fsmoe.files.traces import rank_file, read_trace
 from ds_fsmoe.observing import watchdog as exit_hooks
-from ds_fsmoe.observing.other_ranks import _collectives_begun, _key
+from ds_fsmoe.observing.other_ranks import _collectives_begun, _key, _waits_now, describe_this_rank
 from ds_fsmoe.observing.trace import Tracer
 from ds_fsmoe.observing.watchdog import HANG_STATUS, TERMINATED_STATUS, Watchdog
 from ds_fsmoe.planning.schedule import Task
@@ -221,6 +223,47 @@ def test_the_sigterm_of_a_forked_process_is_its_own(tmp_path: Path) -> None:
 
 
 # ---- waits outside of lanes
+
+
+def read_frames_that_end(rank: int, world_size: int) -> None:
+    """A thread reads the frames of this one. A collection in it lets this one leave some, as a finalizer may."""
+    ended = looks = 0
+
+    def call(depth: int, number: int) -> None:
+        nonlocal ended
+        if depth:
+            (call if number % 2 else call_in_a_larger_frame)(depth - 1, number // 2)
+        ended += 1
+
+    def call_in_a_larger_frame(depth: int, number: int, a: Any = 0, b: Any = 0, c: Any = 0) -> None:
+        call(depth, number)
+
+    def wait_until_some_end(*_: Any) -> None:
+        if threading.current_thread() is looking:
+            before = ended
+            while ended < before + 50:
+                linger(0.0001)
+
+    def look() -> None:
+        nonlocal looks
+        for number in range(100):
+            gc.set_threshold(1 + number % 10)  # a collection begins at another allocation each time
+            _waits_now()
+            describe_this_rank()
+            looks += 1
+
+    looking = threading.Thread(target=look)
+    gc.callbacks.append(wait_until_some_end)
+    looking.start()
+    rng = random.Random(7)
+    while looking.is_alive():
+        call(rng.randrange(20), rng.randrange(2**20))
+    assert looks == 100
+    assert gc.isenabled()
+
+
+def test_frames_are_read_while_other_threads_leave_them(tmp_path: Path) -> None:
+    run_on_ranks(read_frames_that_end, 1, tmp_path)
 
 
 def wait_for_one(rank: int, world_size: int, folder: str) -> list[int]:

@@ -7,13 +7,14 @@ description of itself.
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from types import FrameType
@@ -78,10 +79,27 @@ class DeepSpeedsWaits:
 def _waits_now() -> dict[int, tuple[Any, str]]:
     """Return, for each thread in a wait of DeepSpeed's, an identity of the wait, and its place in words."""
     folder = f"{Path(sys.modules['deepspeed'].__file__ or '').parent}/" if "deepspeed" in sys.modules else ""
-    places = {thread: _place(frame, folder) for thread, frame in sys._current_frames().items() if folder}
+    with _no_collection():
+        places = {thread: _place(frame, folder) for thread, frame in sys._current_frames().items() if folder}
     found = {thread: place for thread, place in places.items() if place is not None}
     begun = _collectives_begun() if found else None
     return {} if begun is None else {thread: ((at, begun), words) for thread, (at, words) in found.items()}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from running while frames of other threads are read.
+
+    In Python 3.11 a collection may begin while the object of a frame is made. If another thread runs meanwhile and
+    leaves that frame, the object has no code, and reading it ends the process by a segmentation fault.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _place(frame: FrameType | None, folder: str) -> tuple[Any, str] | None:
@@ -251,12 +269,13 @@ def _key(rank: int) -> str:
 
 def describe_this_rank() -> str:
     """Return a description of this rank in one line: its waits, its last forward, and the place of its main thread."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
     places: list[str] = []
-    while frame is not None and len(places) < 2:
-        # The innermost, and then the innermost of the script.
-        name = frame.f_code.co_filename
-        if not places or not (name.startswith(_PACKAGES) or "site-packages" in name):
-            places.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
-        frame = frame.f_back
+    with _no_collection():
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and len(places) < 2:
+            # The innermost, and then the innermost of the script.
+            name = frame.f_code.co_filename
+            if not places or not (name.startswith(_PACKAGES) or "site-packages" in name):
+                places.append(f"{name}:{frame.f_lineno} in {frame.f_code.co_name}")
+            frame = frame.f_back
     return f"{waits.describe_waits()}; now at {', called from '.join(places)}"
