@@ -22,6 +22,7 @@ import torch
 pytest.importorskip("transformers")
 
 from ds_fsmoe import cli
+from ds_fsmoe.config.accelerate import leave_block_alone, watch_block_again, without_placeholders
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
@@ -315,6 +316,10 @@ def test_a_size_that_does_not_fit_into_memory_is_not_chosen(tmp_path: Path, monk
     on_gpu = torch.device("cuda")
     monkeypatch.setattr(AutoEpSize, "_predictor", lambda self, length: replace(own(self, length), device=on_gpu))
     assert choice(block).choose() == 2
+    # With the largest size in a node a job is as it was; one that needs more has to leave room for activations.
+    for times, size in ((1.1, 2), (1.5, 1)):
+        most.total_memory = times * found[1]
+        assert choice(block).choose() == size
     most.total_memory = 1.0
     said = "4 of 1, 2, 4 for 4096 tokens a micro-batch on the links of mine; no size is predicted to fit into memory"
     assert chosen(block) == (4, said)
@@ -356,6 +361,65 @@ def test_a_run_that_the_config_ends_learns_nothing_for_the_next_one() -> None:
         running = SimpleNamespace(block=FSMoEBlock(**block), instruments=[])
         found = watched_lengths(made.modules, made.ds_config, 2, "L00", running)
         assert (found is not None) == is_watched == bool(running.instruments)
+
+
+def test_experts_that_are_frozen_once_they_are_loaded_learn_no_size_and_one_that_was_chosen_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for block, is_said in (({}, False), ({"sequence_length": 4096} | on_links(tmp_path), True)):
+        made = choice(block)
+        size = made.choose()
+        made.modules[0].down_proj.requires_grad_(False)
+        running = SimpleNamespace(block=made.block, instruments=[])
+        assert watched_lengths(made.modules, made.ds_config, size, "L00", running) is None
+        assert running.instruments == []
+        assert ("ep_size = 1 was chosen as if all parameters of experts were trained" in caplog.text) == is_said
+
+
+def test_a_batch_is_that_of_the_first_rank_and_one_that_is_not_known_makes_no_use_of_a_length(
+    asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = {name: value for name, value in ds_config(1).items() if name not in auto_ep_size._BATCH}
+    made = choice({"sequence_length": 64}, ds_config=unknown)
+    assert made.choose() == 2
+    predictor = choice_of(made.modules).predictor
+    assert predictor is not None
+    run_steps(BatchLengths(predictor, 2, "L00", is_known=False, is_given=False), 10, 4096)
+    size, said = chosen({"sequence_length": 64}, ds_config=unknown)
+    assert (size, said.partition(";")[0]) == (1, "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw")
+    first = {"train_micro_batch_size_per_gpu": 3}
+    monkeypatch.setattr(auto_ep_size, "from_first_rank", lambda batch: dict.fromkeys(batch) | first)
+    made = choice({})
+    made.choose()
+    predictor = choice_of(made.modules).predictor
+    assert predictor is not None
+    assert {(each.B, predictor.job.micro_batches) for each in predictor.job.shapes} == {(3, 1)}
+
+
+def test_numbers_that_accelerate_writes_until_the_loader_is_known_are_no_batch() -> None:
+    accelerate = pytest.importorskip("accelerate.utils")
+    from transformers.integrations import deepspeed as theirs
+
+    leave_block_alone()
+    try:
+        names = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+        both: dict[str, Any] = dict.fromkeys(names, "auto")
+        for written, filled, wanted in (
+            ({}, (1, 1), ("auto", 1)),  # without a word on accumulation there is none
+            (both, (1, 1), ("auto", "auto")),
+            (both | {names[1]: 4}, (1, 4), ("auto", 4)),
+            (both | {names[0]: 2}, (2, 1), (2, "auto")),
+        ):
+            config = ds_config(1) | {"zero_optimization": {"stage": 3}}
+            config = {name: value for name, value in config.items() if name not in auto_ep_size._BATCH} | written
+            plugin = accelerate.DeepSpeedPlugin(hf_ds_config=config, zero3_init_flag=True)
+            plugin.set_deepspeed_weakref()
+            given = theirs.deepspeed_config()
+            assert tuple(given[name] for name in names) == filled  # what zero.Init reads
+            assert tuple(without_placeholders(given)[name] for name in names) == wanted
+    finally:
+        theirs.unset_hf_deepspeed_config()
+        watch_block_again()
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,9 @@ def made(rank: int, world_size: int, files: str, less: str, few: str, stage: int
     with ds_fsmoe.own_experts({"fsmoe": {"enabled": False}}):
         whole = AutoModelForCausalLM.from_config(config_of("mixtral"))
         found["whole"] = len(whole.model.layers[0].mlp.experts.down_proj)
+    unlike = ds_config(stage, sequence_length=64 if rank else "auto")
+    with ds_fsmoe.own_experts(unlike):
+        found["unlike"] = said_by(AutoModelForCausalLM.from_config, config_of("mixtral"))
     with ds_fsmoe.own_experts(config), torch.device("meta"):
         away = AutoModelForCausalLM.from_config(config_of("mixtral"))
     found["meta"] = said_by(engine_of, away, config)
@@ -101,6 +104,8 @@ def test_ranks_draw_different_experts_and_a_model_without_an_engine_is_of_no_use
         assert each["whole"] == 4
         assert each["save"].startswith("LayerError: model.layers.0.mlp.experts has 2 of 4 experts")
         assert "pass the same config to own_experts() and initialize()" in each["other"]
+        assert each["unlike"].startswith("DisagreementError: the ranks disagree about the config")
+        assert "fsmoe.sequence_length" in each["unlike"]
         assert each["meta"].startswith("LayerError: model.layers.0.mlp.experts is on the meta device")
         assert "has 2 experts, and the model 4" in each["few"]
         if stage < 3:

@@ -67,11 +67,15 @@ if does == "fail":
     raise ValueError("experts: are not divisible")
 if does == "wide":
     does = [90, 110] * 8
+is_late = isinstance(does, str)
+does = int(does.removeprefix("late ")) if is_late else does
 does = does if isinstance(does, list) else [does + step % 3 / 10 for step in range(12)]
 micro = 2 if "ignores" in sys.argv else config.get("train_micro_batch_size_per_gpu", 1)
 tokens = 64 * micro * config.get("gradient_accumulation_steps", 1)
 steps = [{"step": 1 + i, "step_ms": ms, "tokens_of_rank": tokens} for i, ms in enumerate(does)]
 (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\\n" for each in steps))
+if is_late:
+    raise RuntimeError("the model could not be saved")
 """
 
 
@@ -150,6 +154,14 @@ def test_layouts_that_cannot_run_are_rows_and_a_config_that_cannot_is_replaced_b
     assert "out of memory" in found.out
 
 
+def test_a_run_that_fails_once_it_was_timed_counts_and_its_row_says_so(tune: Any) -> None:
+    found = tune({"2": "late 100", "1": "late 120", "4": "late 80"})
+    assert (found.status, found.tuned["fsmoe"]["ep_size"]) == (0, 4)
+    (row,) = (line for line in found.out.splitlines() if line.startswith("ep_size = 4  "))
+    assert "1.25x" in row
+    assert row.endswith("timed; then failed: RuntimeError: the model could not be saved")
+
+
 def test_a_first_run_that_does_not_begin_ends_the_command(tune: Any, config: Path, capsys: Any) -> None:
     found = tune({"2": "no record"})
     assert found.status == 1
@@ -220,12 +232,23 @@ def test_stages_and_micro_batches_are_tried_where_they_are_allowed(tune: Any) ->
     found = [(each["zero_optimization"]["stage"], *(each[name] for name in sizes)) for each in configs]
     assert sorted(found) == [(2, 2, 4), (2, 4, 2), (3, 2, 4), (3, 4, 2)]
     assert {each["zero_optimization"]["reduce_bucket_size"] for each in configs} == {5e8}
+    # Sizes that are predicted come before other stages and micro-batches, which are not.
+    configs = tune({"1": 100, "2": 100, "4": 100}, "--zero-stages", "2,3", "--most", "2", "--rounds", "1").configs
+    assert [each["zero_optimization"]["stage"] for each in configs] == [2, 2, 2]
 
 
 def test_a_script_that_ignores_the_micro_batch_of_the_config_is_said_to_do_so(tune: Any) -> None:
     found = tune({"2": 100}, "--ep-sizes", "2", "--micro-batch-sizes", "2,4", more=("ignores",))
     assert "256 tokens of rank 0 in a step instead of 512: the script does not follow" in found.out
     assert found.tuned is None
+
+
+def test_deepspeeds_own_autotuner_stays_off_in_every_run(tune: Any, config: Path) -> None:
+    written = json.loads(config.read_text()) | {"autotuning": {"enabled": True, "fast": False}}
+    config.write_text(json.dumps(written))
+    found = tune({"2": 100, "1": 120, "4": 80})
+    assert {(each["autotuning"]["enabled"], each["autotuning"]["fast"]) for each in found.configs} == {(False, False)}
+    assert found.tuned["autotuning"] == written["autotuning"]
 
 
 def test_options_of_the_script_follow_by_the_mapping_of_deepspeeds_own_autotuner(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,10 @@ from ds_fsmoe.config.reading import BLOCK
 
 _MODULE, _CLASS, _METHOD = "accelerate.utils.dataclasses", "DeepSpeedPlugin", "fill_match"
 """The method that looks at one field: ``fill_match(self, "fsmoe.alltoall", ...)``."""
+_SETS = "set_deepspeed_weakref"
+"""The method that gives transformers the config, for models that are loaded: ``set_deepspeed_weakref(self)``. The
+micro-batch and the accumulation of a later ``prepare`` are 1 in it."""
+_BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _OF_TRAINER = "transformers.integrations.deepspeed", "HfTrainerDeepSpeedConfig", "trainer_config_process"
 """The method that fills the config in from Trainer's arguments: ``trainer_config_process(self, args)``."""
 
@@ -37,7 +41,7 @@ def watch_block_again() -> None:
     """Undo :func:`leave_block_alone`."""
     _finder.end()
     _finder_of_trainer.end()
-    for module, name, method in ((_MODULE, _CLASS, _METHOD), _OF_TRAINER):
+    for module, name, method in ((_MODULE, _CLASS, _METHOD), (_MODULE, _CLASS, _SETS), _OF_TRAINER):
         holder = getattr(sys.modules.get(module), name, None)
         theirs = getattr(getattr(holder, method, None), "__wrapped__", None)
         if theirs is not None:
@@ -58,6 +62,33 @@ def _wrap(module: ModuleType) -> None:
         return theirs(self, ds_key_long, *args, **kwargs)
 
     setattr(plugin, _METHOD, fill_match)
+    if (their_set := getattr(plugin, _SETS, None)) is not None:
+
+        @functools.wraps(their_set)
+        def set_config(self: Any) -> None:
+            their_set(self)
+            open_ = [name for name in _BATCH if self.deepspeed_config.get(name, "auto") == "auto"]
+            self.dschf.config = _Filled(self.dschf.config, open_)
+
+        setattr(plugin, _SETS, set_config)
+
+
+class _Filled(dict[str, Any]):
+    """A config of which some numbers are placeholders.
+
+    Args:
+        config: the config.
+        names: their names.
+    """
+
+    def __init__(self, config: Mapping[str, Any], names: Iterable[str] = ()) -> None:
+        super().__init__(config)
+        self.open = tuple(names)
+
+
+def without_placeholders(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config with "auto" where Accelerate has written a number that nobody knows yet."""
+    return config | dict.fromkeys(config.open, "auto") if isinstance(config, _Filled) else config
 
 
 def _wrap_trainers(module: ModuleType) -> None:

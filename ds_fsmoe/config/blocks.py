@@ -466,3 +466,11 @@ class FSMoEBlock(StrictShape):
     )
     checkpoint: CheckpointBlock = Field(CheckpointBlock(), examples=[{"trusted": ["my_package.Settings"]}])
     debug: DebugBlock = Field(DebugBlock(), examples=[{"check_router": True}])
+
+    def alike(self) -> dict[str, Any]:
+        """Return the part of the block that has to be equal on every rank."""
+        own = {"trace": {"path"}, "autotune": {"cache_dir"}, "routing": {"record"}}
+        found = self.model_dump(by_alias=True, exclude=own)
+        # A size that is written is each mode's; left out, it is another for each.
+        found["gradient_partition"]["chunk_bytes"] = self.gradient_partition.asked_bytes
+        return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.contract import numel_of
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.distributed.fail_together import MeasuringError
+from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine.shard_experts import CHOSEN, expert_sizes_of, note_ep_size, noted_ep_size, num_experts_of
 from ds_fsmoe.layer.runtime import LayerRuntime
@@ -29,6 +29,7 @@ from ds_fsmoe.planning.workload import CHOICES, Shape
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
 from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps
 
+_BATCH = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _NOTE = "fsmoe_ep_size_choice"
 """The attribute of a module of experts with the :class:`NotedChoice` of its ``ep_size``."""
 
@@ -40,7 +41,7 @@ class NotedChoice:
     reason: str = ""
     """The words about it; "" where there is nothing to choose."""
     predictor: EpSizePredictor | None = None
-    """What predicts the job again; ``None``: nothing can."""
+    """What predicts the job again; ``None``: nothing can. Its samples are 1 where their number was not known."""
     is_known: bool = False
     """Whether the predictor has a length that batches are expected to have."""
     is_given: bool = False
@@ -73,15 +74,20 @@ class AutoEpSize:
             return noted
         if len(self.fitting) == 1 or self._cannot_predict():
             return self._note(self.cautious)
+        # A rank that has another batch would take part in other collectives.
+        batch = from_first_rank({name: self.ds_config.get(name) for name in _BATCH})
+        return replace(self, ds_config={**self.ds_config, **batch})._choose()
+
+    def _choose(self) -> int:
         samples, _ = _batch(self.ds_config, self.topology.world_size)
-        if samples is None:
-            return self._usual("train_micro_batch_size_per_gpu")
-        is_given = self.block.sequence_length != "auto"
+        # Of samples whose number is not known yet, the length tells nothing; what the last run saw does.
+        lacking = "sequence_length" if samples else "train_micro_batch_size_per_gpu"
+        is_given = self.block.sequence_length != "auto" and samples is not None
         # Of sizes that the planner refuses every rank hears alike.
         try:
             predictor, unfit = self._predictor(self.block.sequence_length if is_given else 1), ""
             if is_given:
-                sizes, source = predictor.predicted()
+                sizes, source = predictor.predicted(self.cautious)
                 choice = choose_ep_size(sizes, self.cautious)
                 learned = learned_of(choice, predictor.tokens)
                 unfit = "" if choice.best.fits else "; no size is predicted to fit into memory"
@@ -89,10 +95,12 @@ class AutoEpSize:
                 learned, source = predictor.learned(), "what the last run saw"
                 if learned is None or learned.ep_size not in self.fitting:
                     # What nothing may be kept of is not promised either.
-                    return self._usual("sequence_length", None if self.block.deterministic else predictor)
+                    return self._usual(
+                        f'set "{lacking}" to have it chosen', None if self.block.deterministic else predictor
+                    )
         except (MeasuringError, ValueError) as error:
             if not is_given:
-                return self._usual("sequence_length")
+                return self._usual(str(error))
             log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
             return self._note(self.cautious)
         others = ", ".join(map(str, self.fitting))
@@ -102,9 +110,8 @@ class AutoEpSize:
         note_ep_size(self.modules, learned.ep_size)
         return self._note(learned.ep_size, NotedChoice(reason, predictor.for_tokens(learned.tokens), True, is_given))
 
-    def _usual(self, lacking: str, predictor: EpSizePredictor | None = None) -> int:
-        reason = f'{self.cautious}, the largest inside a node: set "{lacking}" to have it chosen'
-        return self._note(self.cautious, NotedChoice(reason, predictor))
+    def _usual(self, why: str, predictor: EpSizePredictor | None = None) -> int:
+        return self._note(self.cautious, NotedChoice(f"{self.cautious}, the largest inside a node: {why}", predictor))
 
     def _note(self, ep_size: int, choice: NotedChoice | None = None) -> int:
         for each in self.modules:
@@ -115,10 +122,14 @@ class AutoEpSize:
         world, per_node = self.topology.world_size, self.topology.ranks_per_node
         expert_before_data = not self.ds_config.get("use_data_before_expert_parallelism", False)
         # Without training there are no gradients to send, and the planner knows nodes of one size, one after another.
-        is_frozen = not all(each.requires_grad for module in self.modules for each in module.parameters())
         in_turn = world % per_node == 0 and self.topology == topology_of_size(world, per_node)
         by_timings = self.block.trace.cluster is None
-        return is_frozen or not in_turn or not expert_before_data or (self.block.deterministic and by_timings)
+        return (
+            _has_frozen(self.modules)
+            or not in_turn
+            or not expert_before_data
+            or (self.block.deterministic and by_timings)
+        )
 
     def _predictor(self, length: int) -> EpSizePredictor:
         """Return the predictor of the job whose samples have a length.
@@ -139,7 +150,7 @@ class AutoEpSize:
             sizes = expert_sizes_of(module, self.dtype, 1, self.device)
             shapes.append(
                 Shape(
-                    *(samples, length, sizes.width, sizes.hidden, num_experts_of(module)),
+                    *(samples or 1, length, sizes.width, sizes.hidden, num_experts_of(module)),
                     K=num_choices,
                     capacity_factor=None,
                     ffn="mixtral" if sizes.has_gate else "gpt",
@@ -186,6 +197,12 @@ def watched_lengths(
     # A run that the config ends is a trial, as those of `compare` and `tune`: the next one is to start like it.
     if choice.predictor is None or running.block.record.stop_after or (steps is not None and steps < FEWEST_STEPS):
         return None
+    # A model is loaded before adapters freeze its experts, and predictions have the gradients of all parameters.
+    if _has_frozen(modules):
+        if choice.is_known:
+            words = "was chosen as if all parameters of experts were trained, and some are frozen"
+            log_on_rank_0(f'ep_size = {ep_size} {words}; set "ep_size" if another is faster', logging.WARNING)
+        return None
     found = BatchLengths(choice.predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
     running.instruments.append(found.watch)
     return found
@@ -198,6 +215,11 @@ def forget_ep_size(modules: Iterable[nn.Module]) -> None:
         vars(each).pop(CHOSEN, None)
 
 
+def _has_frozen(modules: Iterable[nn.Module]) -> bool:
+    """Return True if a parameter of these modules is not trained."""
+    return not all(each.requires_grad for module in modules for each in module.parameters())
+
+
 def _is_count(value: Any) -> bool:
     """Return True for a whole number of at least 1, as opposed to "auto" or nothing."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -206,8 +228,7 @@ def _is_count(value: Any) -> bool:
 def _batch(ds_config: Mapping[str, Any], world: int) -> tuple[int | None, int]:
     """Return the samples of a micro-batch, if they are known, and the micro-batches of a step: DeepSpeed has each from
     the other two."""
-    names = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
-    whole, samples, steps = (each if _is_count(each) else None for each in map(ds_config.get, names))
+    whole, samples, steps = (each if _is_count(each) else None for each in map(ds_config.get, _BATCH))
     if samples is None:
         samples = None if whole is None else max(1, whole // (world * (steps or 1)))
     if steps is None:

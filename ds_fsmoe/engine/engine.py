@@ -65,7 +65,7 @@ from ds_fsmoe.engine.set_up import (
     tape_deepspeeds_functions,
 )
 from ds_fsmoe.engine.shard_experts import gather_as_they_run, type_of_run, wrappers_around
-from ds_fsmoe.engine.state import FSMoEState, alike, summary
+from ds_fsmoe.engine.state import FSMoEState, summary
 from ds_fsmoe.engine.telemetry import Telemetry
 from ds_fsmoe.gradients.norm import clip_by_norm, complete_norms, correct_norm
 from ds_fsmoe.gradients.reduction import Reduction, make_communicators, obstacle_to
@@ -350,7 +350,7 @@ class FSMoEEngine(GroupsEngine, SavingEngine):
         check_experts(stock, stage_size, block.gate, block.esp_size)
         # Before any group is made: DeepSpeed would hang over models that differ.
         called = {path: next(iter(wrappers_around(model, path).values()), each) for path, each in experts.items()}
-        facts = facts_of_layers({**stock, **called}) | facts_of_config(alike(block))
+        facts = facts_of_layers({**stock, **called}) | facts_of_config(block.alike())
         facts |= facts_of_versions(("torch", "deepspeed", *(("transformers",) if experts else ()))) | nccl.facts()
         facts |= facts_of_tensor_parallel(stock, self.mpu)
         facts |= facts_of_experts(stock) if block.esp_size > 1 else {}

@@ -22,6 +22,7 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from ds_fsmoe.config.accelerate import without_placeholders
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.config.imported_later import Finder
 from ds_fsmoe.config.reading import BLOCK, ConfigError, read_block
@@ -101,7 +102,7 @@ def own_experts(config: Any = None) -> Iterator[None]:
     if (problem := compat.problem_with(_NAMES)) is not None:
         raise compat.IncompatibleError(f"{problem}; own_experts() needs transformers 5.23; load the model without it")
     _patch(modeling)
-    ds_config = modeling.deepspeed_config() or {} if config is None else compat.load_ds_config(config)
+    ds_config = _ds_config(modeling) if config is None else compat.load_ds_config(config)
     is_off = BLOCK in ds_config and _wanted(ds_config) is None
     wanted = None if is_off else _wanted(_with_block_from_outside(ds_config))
     if wanted is None and not is_off:
@@ -142,6 +143,11 @@ def _patch_if_possible(modeling: ModuleType) -> None:
 _finder = Finder(_MODULE, _patch_if_possible)
 
 
+def _ds_config(modeling: ModuleType) -> Mapping[str, Any]:
+    """Return the config that transformers has, without numbers that stand for those of a later call."""
+    return without_placeholders(modeling.deepspeed_config() or {})
+
+
 def _with_block_from_outside(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:
     given = None if _given is None else _given()
     return ds_config if given is None else dict(ds_config) | {BLOCK: given}
@@ -164,7 +170,7 @@ def _begin(modeling: ModuleType) -> Build | None:
     if _asked:
         wanted = _asked[-1]
     elif _given is not None:
-        wanted = _wanted(_with_block_from_outside(modeling.deepspeed_config() or {}))
+        wanted = _wanted(_with_block_from_outside(_ds_config(modeling)))
     else:
         wanted = None
     if wanted is None:

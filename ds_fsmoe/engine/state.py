@@ -164,7 +164,7 @@ class FSMoEState:
                     self._facts |= facts_of_plan(label, plan)
                 self._facts[f"dispatch of {label}"] = f"unpadded by choice: {layer.fsmoe.is_unpadded_by_choice}"
         placed = {} if self.placement is None else self.placement.facts()
-        return self._facts | placed | facts_of_config(alike(self.block)) | facts_of_layers(self.layers)
+        return self._facts | placed | facts_of_config(self.block.alike()) | facts_of_layers(self.layers)
 
     def at_step(self, number: int) -> None:
         """Start, or continue, optimizer step ``number``.
@@ -384,15 +384,6 @@ class FSMoEState:
         """Return the active settings, a word or two per field of the config, in the order in which a token meets
         them."""
         return {name: words for name, (words, _) in what_runs(self).items()}
-
-
-def alike(block: FSMoEBlock) -> dict[str, Any]:
-    """Return the part of a block that has to be equal on every rank."""
-    own = {"trace": {"path"}, "autotune": {"cache_dir"}, "routing": {"record"}}
-    found = block.model_dump(by_alias=True, exclude=own)
-    # A size that is written is each mode's; left out, it is another for each.
-    found["gradient_partition"]["chunk_bytes"] = block.gradient_partition.asked_bytes
-    return found
 
 
 # ---- Says what an engine runs: one record, whose words the log, ``engine.fsmoe.chosen()``, examples and pages

@@ -45,6 +45,9 @@ from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 OFF = 0.2
 """The share by which tokens of a micro-batch may differ from what was assumed before sizes are predicted again."""
+_STATES = 0.75
+"""The share of a device's memory that states may have with a size that needs more than the usual one, before a job has
+run."""
 _MOST_STEPS = 1000
 """The optimizer steps from one look at the batches to the next, at the most."""
 
@@ -108,15 +111,15 @@ class EpSizePredictor:
         """
         most_bytes = self._most_bytes() if used_bytes or self.optimizer_bytes is not None else None
 
-        def states_of(groups: Groups) -> float:
-            return states_bytes(self.job, groups, self.optimizer_bytes or 0.0)
-
+        states = {each.ep: states_bytes(self.job, each, self.optimizer_bytes or 0.0) for each in self.job.layouts()}
+        of_usual = states.get(usual or 0, math.inf)
         # Of what it has needed, other sizes change the states alone. The host may have some of these.
-        of_usual = (used_bytes - states_of(each) for each in self.job.layouts() if used_bytes and each.ep == usual)
-        others = next(of_usual, 0.0)
+        others = used_bytes - of_usual if used_bytes and usual in states else 0.0
 
         def memory_of(groups: Groups) -> float:
-            return states_of(groups) + others
+            # What activations take is not known at the start. Whoever has more states than usual leaves room for them.
+            is_larger = not used_bytes and states[groups.ep] > of_usual
+            return states[groups.ep] / (_STATES if is_larger else 1) + others
 
         return likely_ep_sizes(self.job, cluster, self.block.schedule, memory_of, most_bytes, usual)
 

@@ -166,13 +166,14 @@ def in_order(
     layouts: Sequence[ExpertLayout], job: Job, known_ms: Mapping[tuple[int, int], float]
 ) -> list[ExpertLayout]:
     """Return layouts, those that are predicted to be fastest first; those without a prediction follow, the nearest to
-    the present one first."""
+    the present one first. Other ZeRO stages and micro-batches have no prediction of their own, and come behind."""
 
     def key(layout: ExpertLayout) -> tuple[float, ...]:
         own = job.layout
         ms = known_ms.get((layout.ep_size, layout.esp_size), math.inf)
         ep, esp = (abs(math.log(each)) for each in (layout.ep_size / own.ep_size, layout.esp_size / own.esp_size))
-        return ms, ep + esp, abs(layout.zero_stage - own.zero_stage), layout.micro_batch or 0, -layout.ep_size
+        others = (layout.zero_stage != own.zero_stage) + (layout.micro_batch is not None)
+        return others, ms, ep + esp, abs(layout.zero_stage - own.zero_stage), layout.micro_batch or 0, -layout.ep_size
 
     return sorted(layouts, key=key)
 

@@ -186,6 +186,8 @@ def run_config(config: Mapping[str, Any], run: PlannedRun) -> dict[str, Any]:
     changed = json.loads(json.dumps(config))
     block = changed.setdefault("fsmoe", {})
     block["enabled"] = run.kind == OURS
+    if isinstance(changed.get("autotuning"), dict):  # DeepSpeed's own ends a run after a few steps
+        changed["autotuning"]["enabled"] = False
     if not block.get("deterministic"):  # which decides nothing by a clock
         block["autotune"] = _autotune(block.get("autotune"), run)
     block["record"] = {"dir": str(run.folder), "stop_after": run.steps}

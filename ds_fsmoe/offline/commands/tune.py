@@ -161,9 +161,11 @@ def run(args: argparse.Namespace) -> int:
     owner = claim_out(args.out, OF_TUNE)
     try:
         tuning = Tuning(subject, asked, args)
-        is_timed = tuning.try_all()
-        print()
-        print_trials(tuning.trials)
+        try:
+            is_timed = tuning.try_all()
+        finally:  # also of a command that is interrupted
+            print()
+            print_trials(tuning.trials)
         if not is_timed:
             return 1
         conclude(tuning.trials, subject, output)
@@ -181,12 +183,12 @@ class LayoutTrial:
     predicted_ms: float | None = None
     state: str = OK
     times_ms: list[float] = field(default_factory=list)
-    """The counted steps of all runs."""
+    """The counted steps of all runs that were timed."""
 
     @property
     def is_ok(self) -> bool:
-        """Return True if every run was timed."""
-        return self.state == OK and len(self.times_ms) > 1
+        """Return True if a run was timed."""
+        return len(self.times_ms) > 1
 
     @property
     def needs_too_much(self) -> bool:
@@ -327,15 +329,14 @@ class Tuning:
         )
         began_s = time.time()
         status = run_training("tune", subject, planned, self._limit_s, DS_FSMOE="1")
-        trial.state = self._state_of(status, folder, began_s)
-        if trial.state == OK:
-            if (folder / RUN).exists():
-                self._read(read_run(folder), trial)
-            else:
-                trial.state = f"no record: {NO_ENTRY_POINT}"
+        state = self._state_of(status, folder, began_s)
+        if (folder / RUN).exists():
+            self._read(read_run(folder), trial, state)
+        else:
+            trial.state = state if state != OK else f"no record: {NO_ENTRY_POINT}"
         if trial.is_ok:
             print(f"tune: {trial.name}: {trial.step_ms:.1f} ms +- {trial.reach_ms:.1f}", flush=True)
-        elif trial.state != OK:
+        if trial.state != OK:
             print_coloured(f"tune: {trial.name}: {trial.state}", RED)
         return folder
 
@@ -350,11 +351,14 @@ class Tuning:
             return _OUT_OF_MEMORY
         return f"failed: {last[:_WIDEST_ERROR] or f'exit status {status}'}"
 
-    def _read(self, run: Run, trial: LayoutTrial) -> None:
-        """Read the steps of a run that ended as it should."""
+    def _read(self, run: Run, trial: LayoutTrial, state: str) -> None:
+        """Read the steps of a run that ended in a state. One with an error counts if all of its steps were over."""
         settled = settled_after(run)
         # The first ones after that may still set something up.
         times_ms = step_times_ms(run, settled)[-self._args.steps :]
+        trial.state = state
+        if state != OK and len(times_ms) < self._args.steps:
+            return
         if len(times_ms) < FEWEST_STEPS:
             trial.state = (
                 f"{len(times_ms)} steps after the autotuner has chosen, of {len(run.steps)}: must be {FEWEST_STEPS}"
@@ -362,12 +366,15 @@ class Tuning:
             return
         tokens = statistics.fmean(row.get("tokens_of_rank", 0) for row in run.steps if row["step"] > settled)
         self._tokens = self._tokens or tokens
-        if self._tokens and not 1 / _OTHER_TOKENS < tokens / self._tokens < _OTHER_TOKENS:
+        has_other = any(path == (MICRO_BATCH,) for path, _ in trial.changes)
+        if has_other and self._tokens and not 1 / _OTHER_TOKENS < tokens / self._tokens < _OTHER_TOKENS:
             trial.state = (
                 f"{tokens:.0f} tokens of rank 0 in a step instead of {self._tokens:.0f}: the script does not follow "
                 f"{MICRO_BATCH}; name its own option in autotuning.arg_mappings"
             )
             return
+        if state != OK:
+            trial.state = f"timed; then {state}"
         trial.times_ms += times_ms
 
 
