@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.gradients.norm import clip_by_norm
+from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import draw
 from tests.small_model import Case, SmallModel, batch
@@ -50,10 +52,15 @@ def true_norm(model: SmallModel, num_parts: int) -> float:
 
 
 def compare_spreads(rank: int, world_size: int, dtype: str, clipping: float) -> list:
-    return [
+    said = Said(logging.WARNING)
+    logging.getLogger("ds_fsmoe").addHandler(said)
+    found = [
         norms_of_a_run(Case(ep_size, 0, dtype, 1, 2, False, expert="gpt"), rank, esp_size, clipping)
         for ep_size, esp_size in SPREADS
     ]
+    # Stock's norm is another one, which the first rank says of each engine.
+    assert sum("clips unlike stock" in each for each in said.lines) == len(SPREADS) * (rank == 0)
+    return found
 
 
 @pytest.mark.parametrize(("max_norm", "expected"), [(4.9, 4.9), (5.1, 5.0), (100.0, 5.0), (0.0, 0.0)])

@@ -348,6 +348,14 @@ def test_of_many_changes_the_last_ones_are_shown_and_of_none_the_reason(tmp_path
     # Without times there is no gain to tell, and after the last decision nothing was measured.
     assert page.count("<td>1.50</td><td>2.00</td><td>-</td>") == 29
     assert page.count("<td>1.50</td><td>-</td><td>-</td>") == 1
+    # Records of before may have replicas.
+    places = {"before": [0, 1, -1, 2, 3, -1], "after": [0, 2, -1, 1, 3, 0], "node_of_rank": [0, 0]}
+    of_before = row(10, "a", 2.0, 1.0, rows_E=[4.0, 3.0, 2.0, 1.0], places=places, num_replicas=1)
+    said = "Experts had replicas on other ranks in this run"
+    assert [said in page_of(tmp_path / f"{at}", [each]) for at, each in enumerate((of_before, rows[0]))] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -193,6 +194,34 @@ def test_a_window_that_begins_or_ends_in_a_run_breaks_nothing(make_tracer: MakeT
     assert {event["args"]["layer"] for event in events_of(trace)} == {"L01"}
     (unfinished,) = trace["otherData"]["unfinished"]
     assert unfinished["under_way"][0] == "fsmoe/L01/fwd/EXPERT/chunk0"
+
+
+def test_a_tracer_that_is_off_does_next_to_nothing(make_tracer: MakeTracer) -> None:
+    """Between the call and its return there is no other call, of Python or of C."""
+    schedule, tracer = two_chunks(), make_tracer(start_step=1)
+    calls: list[str] = []
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            calls.append(frame.f_code.co_name if event == "call" else argument.__name__)
+
+    def observed() -> list[str]:
+        calls.clear()
+        sys.setprofile(count)
+        of_run = tracer.of_run(schedule, "L03/forward")
+        of_run.begin(0, schedule.tasks[0])
+        of_run.end(0, schedule.tasks[0])
+        sys.setprofile(None)
+        return calls
+
+    only_itself = ["of_run", "begin", "end", "setprofile"]
+    assert observed() == only_itself
+    tracer.step(0)
+    assert observed() == only_itself
+    tracer.step(1)
+    assert len(observed()) > 10
+    tracer.step(2)
+    assert observed() == only_itself
 
 
 # ---- torch's profiler
