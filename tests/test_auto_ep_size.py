@@ -260,13 +260,19 @@ def chosen(block: dict[str, Any], **changes: Any) -> tuple[int, str]:
 
 
 def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_on_timings(tmp_path: Path) -> None:
+    # The cache has links that are alike.
+    fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(4, 2))
+    file = MeasurementCache(tmp_path).file_of(fingerprint)
+    write_measurements(file, fingerprint, Measurements(), links(FAST, FAST))
     for length, size in LENGTHS.items():
-        made = choice({"sequence_length": length, "deterministic": True} | on_links(tmp_path))
+        named = {"sequence_length": length} | on_links(tmp_path)
+        made, cached = choice(named | {"deterministic": True}), named | {"autotune": {"cache_dir": str(tmp_path)}}
         assert made.choose() == size
         # A second one takes what is noted, and needs nothing of the first.
         assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == size
         wanted = f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
         assert choice_of(made.modules).reason.startswith(wanted)
+        assert chosen(cached)[1].startswith(f"{wanted}mine")
         # A model that has been given back knows nothing of it.
         forget_ep_size(made.modules)
         assert not any(name.startswith("fsmoe") for each in made.modules for name in vars(each))
@@ -278,6 +284,17 @@ def test_it_is_the_planners_choice_among_all_sizes() -> None:
         made, cluster = job._predictor(length), links(*slopes)
         found, of_all = (choose_ep_size(each, 2) for each in (made.planned(cluster), ep_sizes(made.job, cluster)))
         assert learned_of(found, length) == learned_of(of_all, length)
+
+
+def test_without_overlap_it_is_that_of_deepspeeds_order() -> None:
+    block: dict[str, Any]
+    of_blocks = []
+    for block in ({}, {"overlap": False}, {"schedule": "deepspeed", "gradient_partition": {"mode": "adaptive"}}):
+        found = choice(block)._predictor(512).planned(links(SLOW, FAST), usual=2)
+        of_blocks.append([each.step_ms for each in found])
+    overlapped, one_by_one, in_deepspeeds_order = of_blocks
+    assert one_by_one == in_deepspeeds_order
+    assert sum(overlapped) < sum(one_by_one)
 
 
 def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:

@@ -121,7 +121,9 @@ class EpSizePredictor:
             is_larger = not used_bytes and states[groups.ep] > of_usual
             return states[groups.ep] / (_STATES if is_larger else 1) + others
 
-        return likely_ep_sizes(self.job, cluster, self.block.schedule, memory_of, most_bytes, usual)
+        # Without overlap no schedule gains anything over DeepSpeed's.
+        schedule = self.block.schedule if self.block.overlap else "deepspeed"
+        return likely_ep_sizes(self.job, cluster, schedule, memory_of, most_bytes, usual)
 
     def _most_bytes(self) -> float | None:
         """Return the memory of the device; ``None``: it is the host's."""
@@ -169,7 +171,7 @@ class EpSizePredictor:
             "zero": job.zero,
             "samples": job.shapes[0].B,
             "micro_batches": job.micro_batches,
-            "schedule": self.block.schedule,
+            "schedule": self.block.schedule if self.block.overlap else "deepspeed",
             # A size that fits one device or optimizer need not fit another.
             "device": self.device.type,
             "memory": self._most_bytes(),
@@ -179,10 +181,10 @@ class EpSizePredictor:
     def _known_links(self) -> tuple[Cluster | None, str]:
         """Return the costs of the links, on rank 0, and where they are from; "" if nothing is known."""
         block, cluster, source = self.block, None, ""
-        # Each rank has its own name of the folder; the first rank decides whether there is one.
-        is_kept = not block.deterministic and from_first_rank(block.autotune.cache_dir is not None)
+        # Each rank has its own names of files; the first rank decides.
+        is_kept = from_first_rank(block.trace.cluster is None and block.autotune.cache_dir is not None)
         fingerprint = None
-        if is_kept:
+        if is_kept and not block.deterministic:
             one_link = self.device.type == "cuda" and why_one_link() is not None
             fingerprint = cluster_fingerprint(self.device, self.topology, max_ctas=self._max_ctas(), one_link=one_link)
         with raise_on_all_ranks(None, "reading the costs of links"):
@@ -190,7 +192,7 @@ class EpSizePredictor:
                 cache = MeasurementCache(Path(block.autotune.cache_dir or ""))
                 if cache.read(fingerprint) is not None:
                     cluster, source = load_cluster(str(cache.file_of(fingerprint))), "links measured before"
-            if rank_now() == 0 and cluster is None and block.trace.cluster is not None:
+            if rank_now() == 0 and block.trace.cluster is not None:
                 cluster = load_cluster(block.trace.cluster)
                 source = f"the links of {cluster.name}"
         return cluster, from_first_rank(source)
