@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_fsmoe.components.expert_compute.contract import numel_of
 from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config
 from ds_fsmoe.distributed.fail_together import MeasuringError, from_first_rank
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine.shard_experts import CHOSEN, expert_sizes_of, note_ep_size, noted_ep_size, num_experts_of
@@ -69,12 +70,16 @@ class AutoEpSize:
     def choose(self) -> int:
         """Return the number of ranks for the experts, and note it with its reason. Collective over all ranks of the
         job, unless it is known without a prediction.
+
+        Raises:
+            DisagreementError: on every rank, if their blocks differ.
         """
         if (noted := noted_ep_size(self.modules, self.fitting)) is not None:
             return noted
         if len(self.fitting) == 1 or self._cannot_predict():
             return self._note(self.cautious)
-        # A rank that has another batch would take part in other collectives.
+        # Ranks with other blocks or batches would take part in other collectives, and wait for each other for ever.
+        check_agreement(facts_of_config(self.block.alike()), what="the config")
         batch = from_first_rank({name: self.ds_config.get(name) for name in _BATCH})
         return replace(self, ds_config={**self.ds_config, **batch})._choose()
 

@@ -28,7 +28,6 @@ from ds_fsmoe.checkpoint.ranks import replaced
 from ds_fsmoe.checkpoint_files.expert_parts import ExpertPart, describe_as
 from ds_fsmoe.components.expert_compute.contract import OWN_NAMES, contract_of
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.distributed.agreement import check_agreement, facts_of_config
 from ds_fsmoe.distributed.groups import make_groups, stock_names
 from ds_fsmoe.distributed.partitioned import is_shared_out
 from ds_fsmoe.distributed.topology import layout, world_size_now
@@ -97,7 +96,7 @@ class Build:
         """Reduce each experts module to this rank's experts, without weights. Collective.
 
         Raises:
-            DisagreementError: ranks have different blocks.
+            DisagreementError: ranks have different blocks, and a size is chosen.
             ConfigError: ``ep_size`` does not fit; see :func:`chosen_ep_size`.
             LayerError: experts cannot be split over ranks; see :func:`check_experts_modules`.
         """
@@ -107,8 +106,6 @@ class Build:
         if not experts:
             return
         check_experts_modules(model, experts, {})
-        # Ranks whose blocks differ would choose a size by other collectives, and wait for each other for ever.
-        check_agreement(facts_of_config(self.block.alike()), what="the config")
         device = torch.device(get_accelerator().current_device_name())
         self._ep_size = ep_size = ep_size_of(
             *(self.block, experts, device, self._expert_before_data, self._dtype),
