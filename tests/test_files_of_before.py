@@ -29,7 +29,7 @@ from ds_fsmoe.checkpoint.plan_state import ReadPlans, read_plans
 from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.config.reading import read_block
 from ds_fsmoe.config.words import words_of
-from ds_fsmoe.engine.state import FSMoEState, alike
+from ds_fsmoe.engine.state import FSMoEState
 from ds_fsmoe.layer.inference import LayerRecord
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from tests.hurry import hurry
@@ -121,7 +121,7 @@ def test_a_block_in_the_words_of_before_is_the_one_in_todays_words_and_each_is_s
     words = words_of(BLOCKS[RENAMED])
     assert words.normalized == today
     assert read_block({"fsmoe": BLOCKS[RENAMED]}) == read_block({"fsmoe": today})
-    assert alike(read_block({"fsmoe": BLOCKS[RENAMED]})) == alike(read_block({"fsmoe": today}))
+    assert read_block({"fsmoe": BLOCKS[RENAMED]}).alike() == read_block({"fsmoe": today}).alike()
     assert words.old == [
         'fsmoe.alltoall = "once_per_node" is now called "node_deduplicated"; both work',
         'fsmoe.dispatch = "rows" is now called "unpadded"; both work',

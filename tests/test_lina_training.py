@@ -17,7 +17,6 @@ import torch
 from ds_fsmoe.config.blocks import FSMoEBlock, GradientPartitionBlock, PlacementBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.engine.convert_experts import check_hugging_face
-from ds_fsmoe.engine.state import alike
 from ds_fsmoe.execution.pipeline import CallSizes
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.decide import rules
@@ -175,8 +174,8 @@ def test_a_slice_has_the_size_that_was_asked_for_or_its_modes_own_and_ranks_that
         assert slice_bytes(mode, asked.asked_bytes) == 31457280
     # What is written is what another mode has by itself, so each rank would cut by its own.
     blocks = [FSMoEBlock(schedule="lina", gradient_partition=each) for each in (asked, left_out)]
-    assert alike(blocks[0]) != alike(blocks[1])
-    assert alike(blocks[0]) == alike(blocks[0].model_copy())
+    assert blocks[0].alike() != blocks[1].alike()
+    assert blocks[0].alike() == blocks[0].model_copy().alike()
 
 
 @pytest.mark.parametrize("asked", [{"gradient_partition": {"mode": "micro_ops"}}, {"schedule": "lina"}])

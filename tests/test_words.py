@@ -19,7 +19,6 @@ from ds_fsmoe.config.blocks import FSMoEBlock, GateBlock
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.config.schema import schema
 from ds_fsmoe.config.words import words_of
-from ds_fsmoe.engine.state import alike
 from ds_fsmoe.shapes import shape_in, words_for
 from tests.hurry import hurry
 from tests.logged import Said
@@ -66,7 +65,7 @@ def refused(written: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("one", "other"), [*BOTH, *SHORT], ids=str)
 def test_two_ways_to_write_a_block_give_the_same_one_and_are_recorded_in_todays_words(one: dict, other: dict) -> None:
     assert read(one) == read(other)
-    assert alike(read(one)) == alike(read(other)), "ranks that write it differently agree"
+    assert read(one).alike() == read(other).alike(), "ranks that write it differently agree"
     before = read(one).model_dump(exclude_unset=True)
     assert before == read(other).model_dump(exclude_unset=True), "records are the same"
     recorded = json.loads(json.dumps(read(one).model_dump(exclude_unset=True, by_alias=True)))
