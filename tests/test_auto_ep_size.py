@@ -442,24 +442,30 @@ def test_numbers_that_accelerate_writes_until_the_loader_is_known_are_no_batch()
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"topology": Topology((0, 0, 0, 1))}, None),
-        ({"topology": Topology((0, 1, 0, 1))}, None),
-        ({"ds_config": ds_config(1) | {"use_data_before_expert_parallelism": True}}, None),
-        ({"fitting": [1]}, None),
-        ({"frozen": True}, None),
-        ({"deterministic": True}, None),
-        ({"ds_config": {}}, '2, the largest inside a node: set "train_micro_batch_size_per_gpu" to have it chosen'),
+        ({"topology": Topology((0, 0, 0, 1))}, "numbered node by node"),
+        ({"topology": Topology((0, 1, 0, 1))}, "numbered node by node"),
+        ({"ds_config": ds_config(1) | {"use_data_before_expert_parallelism": True}}, "use_data_before_expert"),
+        ({"fitting": [1]}, ""),
+        ({"frozen": True}, "none is chosen for frozen experts"),
+        ({"has_stages": True}, "none is chosen with pipeline stages"),
+        ({"esp_size": 2}, "none is chosen with expert_tensor_parallel_size"),
+        ({"deterministic": True}, "if trace.cluster names the links"),
+        ({"ds_config": {}}, 'set "train_micro_batch_size_per_gpu" to have it chosen'),
     ],
 )
-def test_what_the_planner_does_not_know_leaves_the_largest_size_in_a_node(
-    changes: dict[str, Any], sentence: str | None
+def test_what_the_planner_does_not_know_leaves_the_largest_size_in_a_node_and_the_start_table_says_why(
+    changes: dict[str, Any], sentence: str
 ) -> None:
-    block = {"sequence_length": 4096, "deterministic": changes.get("deterministic", False)}
-    given = {name: value for name, value in changes.items() if name not in ("frozen", "deterministic")}
+    of_block = ("deterministic", "esp_size")
+    block = {"sequence_length": 4096} | {name: changes[name] for name in of_block if name in changes}
+    given = {name: value for name, value in changes.items() if name not in ("frozen", *of_block)}
     made = choice(block, **given)
     for each in made.modules:
         each.requires_grad_("frozen" not in changes)
-    assert (made.choose(), choice_of(made.modules).reason or None) == (2, sentence)
+    assert made.choose() == 2
+    found = choice_of(made.modules).reason
+    assert found.startswith("2, the largest inside a node: ") == bool(sentence)
+    assert sentence in found
 
 
 def test_a_configuration_without_the_choices_of_a_token_and_a_size_out_of_bounds_are_said(

@@ -128,7 +128,7 @@ STATEMENTS: dict[str, int] = {
     "components": 3431,
     "config": 759,
     "distributed": 803,
-    "engine": 4313,
+    "engine": 4317,
     "execution": 2456,
     "files": 680,
     "gradients": 1728,

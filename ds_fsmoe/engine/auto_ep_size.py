@@ -66,6 +66,8 @@ class AutoEpSize:
     device: torch.device
     dtype: torch.dtype | None
     """The type in which experts will compute; ``None``: that of their weights."""
+    has_stages: bool = False
+    """Whether the modules are those of a pipeline stage."""
 
     def choose(self) -> int:
         """Return the number of ranks for the experts, and note it with its reason. Collective over all ranks of the
@@ -76,8 +78,10 @@ class AutoEpSize:
         """
         if (noted := noted_ep_size(self.modules, self.fitting)) is not None:
             return noted
-        if len(self.fitting) == 1 or self._cannot_predict():
+        if len(self.fitting) == 1:
             return self._note(self.cautious)
+        if obstacle := self._obstacle():
+            return self._usual(obstacle)
         # Ranks with other blocks or batches would take part in other collectives, and wait for each other for ever.
         check_agreement(facts_of_config(self.block.alike()), what="the config")
         batch = from_first_rank({name: self.ds_config.get(name) for name in _BATCH})
@@ -123,18 +127,23 @@ class AutoEpSize:
             setattr(each, _NOTE, choice or NotedChoice())
         return ep_size
 
-    def _cannot_predict(self) -> bool:
+    def _obstacle(self) -> str:
+        """Return why sizes cannot be predicted for this job; "" if they can."""
         world, per_node = self.topology.world_size, self.topology.ranks_per_node
-        expert_before_data = not self.ds_config.get("use_data_before_expert_parallelism", False)
-        # Without training there are no gradients to send, and the planner knows nodes of one size, one after another.
-        in_turn = world % per_node == 0 and self.topology == topology_of_size(world, per_node)
-        by_timings = self.block.trace.cluster is None
-        return (
-            _has_frozen(self.modules)
-            or not in_turn
-            or not expert_before_data
-            or (self.block.deterministic and by_timings)
-        )
+        obstacles = {
+            "none is chosen with pipeline stages": self.has_stages,
+            "none is chosen with expert_tensor_parallel_size": self.block.esp_size > 1,
+            # Without training there are no gradients to send.
+            "none is chosen for frozen experts": _has_frozen(self.modules),
+            "none is chosen with use_data_before_expert_parallelism": bool(
+                self.ds_config.get("use_data_before_expert_parallelism", False)
+            ),
+            "none is chosen unless ranks are numbered node by node, and nodes have equally many": world % per_node != 0
+            or self.topology != topology_of_size(world, per_node),
+            "with deterministic one is chosen if trace.cluster names the links": self.block.deterministic
+            and self.block.trace.cluster is None,
+        }
+        return next((words for words, stands in obstacles.items() if stands), "")
 
     def _predictor(self, length: int) -> EpSizePredictor:
         """Return the predictor of the job whose samples have a length.

@@ -347,10 +347,11 @@ def ep_size_of(
     asked = block.topology.ranks_per_node
     topology = find_topology(None if asked == "auto" else asked)
     ep_size = chosen_ep_size(block, num_experts, topology.world_size // (num_stages or 1), topology.ranks_per_node)
-    if block.ep_size != "auto" or num_stages is not None or block.esp_size > 1:
+    if block.ep_size != "auto":
         return ep_size
     fitting, modules = fitting_ep_sizes(block, num_experts, topology.world_size), list(experts.values())
-    return AutoEpSize(block, ds_config, model, modules, fitting, ep_size, topology, device, dtype).choose()
+    of_job = block, ds_config, model, modules, fitting, ep_size, topology, device, dtype
+    return AutoEpSize(*of_job, has_stages=num_stages is not None).choose()
 
 
 def refuse_ep_size(block: FSMoEBlock) -> None:
