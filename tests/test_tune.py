@@ -39,7 +39,8 @@ OWN = ExpertLayout(2, 1, 2)
 HUGGING_FACE = Job(4, (8, 8), False, OWN)
 STOCKS = Job(4, (8, 8), True, OWN)
 # Writes the record of a run without training. The first argument says what it does with each ep_size, the second is the
-# config, and to the third it adds the block of each run: a number is the ms of a step, other words an end.
+# config, and to the third it adds the block of each run: a number is the ms of a step, other words an end, a list of
+# words that of each run in turn.
 RUNS = """
 import json, pathlib, signal, sys
 
@@ -50,6 +51,9 @@ with pathlib.Path(sys.argv[3]).open("a") as file:
 size, folder = block.get("ep_size", 2), pathlib.Path(block["record"]["dir"])
 all_do = json.loads(sys.argv[1])
 does = all_do["stock"] if "stock" in all_do and not block["enabled"] else all_do[str(size)]
+runs = [json.loads(each)["fsmoe"].get("ep_size", 2) for each in pathlib.Path(sys.argv[3]).read_text().splitlines()]
+if isinstance(does, list) and isinstance(does[0], str):
+    does = does[runs.count(size) - 1]
 layers = {"L00": {"path": "experts", "experts": 8, "ep_size": size, "k": 2, "own_ep_size": False}}
 schedule = "best" if block["enabled"] else "stock"
 facts = {"format": 1, "schedule": schedule, "layers": layers, "world_size": 4, "block": block, "ended": "now"}
@@ -70,9 +74,12 @@ if does == "wide":
 is_late = isinstance(does, str)
 does = int(does.removeprefix("late ")) if is_late else does
 does = does if isinstance(does, list) else [does + step % 3 / 10 for step in range(12)]
+is_tuning = "tunes" in sys.argv
 micro = 2 if "ignores" in sys.argv else config.get("train_micro_batch_size_per_gpu", 1)
 tokens = 64 * micro * config.get("gradient_accumulation_steps", 1)
 steps = [{"step": 1 + i, "step_ms": ms, "tokens_of_rank": tokens} for i, ms in enumerate(does)]
+for each in steps if is_late and is_tuning else ():
+    each["is_tuning"] = True
 (folder / "steps.jsonl").write_text("".join(json.dumps(each) + "\\n" for each in steps))
 if is_late:
     raise RuntimeError("the model could not be saved")
@@ -154,12 +161,30 @@ def test_layouts_that_cannot_run_are_rows_and_a_config_that_cannot_is_replaced_b
     assert "out of memory" in found.out
 
 
-def test_a_run_that_fails_once_it_was_timed_counts_and_its_row_says_so(tune: Any) -> None:
+def test_a_run_that_fails_once_it_was_timed_counts_and_its_row_says_so(tune: Any, config: Path) -> None:
     found = tune({"2": "late 100", "1": "late 120", "4": "late 80"})
     assert (found.status, found.tuned["fsmoe"]["ep_size"]) == (0, 4)
     (row,) = (line for line in found.out.splitlines() if line.startswith("ep_size = 4  "))
     assert "1.25x" in row
     assert row.endswith("timed; then failed: RuntimeError: the model could not be saved")
+    # Steps of trials are none of a plan that was chosen.
+    config.with_name("ds_config.tuned.json").unlink()
+    found = tune({"2": 100, "1": 120, "4": "late 80"}, more=("tunes",))
+    assert (found.status, found.tuned) == (0, None)
+    assert "ep_size = 4: failed: RuntimeError: the model could not be saved" in found.err
+
+
+def test_a_layout_that_fails_when_it_runs_again_is_not_written_and_the_config_as_it_is_keeps_its_steps(
+    tune: Any,
+) -> None:
+    """The second run of a size does what stands behind its first."""
+    found = tune({"2": "wide", "1": 300, "4": ["wide", "fail"]})
+    assert (found.status, found.sizes.count(4), found.tuned) == (0, 2, None)
+    (row,) = (line for line in found.out.splitlines() if line.startswith("ep_size = 4  "))
+    assert row.endswith("failed: ValueError: experts: are not divisible")
+    found = tune({"2": ["wide", "fail"], "1": 300, "4": "wide"})
+    assert (found.status, found.tuned) == (0, None)
+    assert "it stays, and nothing is written" in found.out
 
 
 def test_a_first_run_that_does_not_begin_ends_the_command(tune: Any, config: Path, capsys: Any) -> None:

@@ -65,8 +65,8 @@ def _wrap(module: ModuleType) -> None:
     if (their_set := getattr(plugin, _SETS, None)) is not None:
 
         @functools.wraps(their_set)
-        def set_config(self: Any) -> None:
-            their_set(self)
+        def set_config(self: Any, *args: Any, **kwargs: Any) -> None:
+            their_set(self, *args, **kwargs)
             open_ = [name for name in _BATCH if self.deepspeed_config.get(name, "auto") == "auto"]
             self.dschf.config = _Filled(self.dschf.config, open_)
 

@@ -76,7 +76,7 @@ class AutoEpSize:
         Raises:
             DisagreementError: on every rank, if their blocks differ.
         """
-        if (noted := noted_ep_size(self.modules, self.fitting)) is not None:
+        if not self.has_stages and (noted := noted_ep_size(self.modules, self.fitting)) is not None:
             return noted
         if len(self.fitting) == 1:
             return self._note(self.cautious)
@@ -108,10 +108,9 @@ class AutoEpSize:
                         f'set "{lacking}" to have it chosen', None if self.block.deterministic else predictor
                     )
         except (MeasuringError, ValueError) as error:
-            if not is_given:
-                return self._usual(str(error))
-            log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
-            return self._note(self.cautious)
+            if is_given:
+                log_on_rank_0(f"ep_size = {self.cautious}, the largest inside a node: {error}", logging.WARNING)
+            return self._usual(str(error))
         others = ", ".join(map(str, self.fitting))
         reason = f"{learned.ep_size} of {others} for {learned.tokens} tokens a micro-batch on {source}{unfit}"
         if learned.runner_up is not None:

@@ -93,12 +93,13 @@ def _no_collection() -> Iterator[None]:
     In Python 3.11 a collection may begin while the object of a frame is made. If another thread runs meanwhile and
     leaves that frame, the object has no code, and reading it ends the process by a segmentation fault.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    is_held = sys.version_info < (3, 12) and gc.isenabled()
+    if is_held:
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
+        if is_held:
             gc.enable()
 
 

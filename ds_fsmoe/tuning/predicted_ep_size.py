@@ -2,7 +2,7 @@
 """Predicts a job with its experts over each possible number of ranks: before it runs, to choose ``ep_size``, and once
 its batches are known, to choose that of the next start.
 
-Links have the costs that an earlier run has measured, those of a cluster file, or they are measured at that moment.
+Links have the costs of a cluster file, those that an earlier run has measured, or they are measured at that moment.
 """
 
 from __future__ import annotations

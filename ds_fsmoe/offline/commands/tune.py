@@ -69,7 +69,7 @@ from ds_fsmoe.terminal.tables import print_table
 
 HELP = "try layouts with your training command, and write a config with the fastest one"
 AS_IT_IS = "the config as it is"
-OK = "ok"
+OK, _UNFINISHED = "ok", "not finished"
 _OUT_OF_MEMORY, _ENDED_AFTER = "out of memory", "ended after"
 _MOST_STEPS = 100
 """The optimizer steps after which a run ends whose plans are never settled."""
@@ -181,7 +181,7 @@ class LayoutTrial:
     name: str
     changes: Sequence[Change] = ()
     predicted_ms: float | None = None
-    state: str = OK
+    state: str = _UNFINISHED
     times_ms: list[float] = field(default_factory=list)
     """The counted steps of all runs that were timed."""
 
@@ -275,7 +275,7 @@ class Tuning:
         """Run a layout, and limit the time of the others by what it took."""
         began_s = time.monotonic()
         folder = self._try(trial)
-        if self._args.limit_s is None and trial.is_ok:
+        if self._args.limit_s is None and trial.state == OK:
             # A run of stock has fewer steps, as nothing is measured and tried in it.
             is_tuned = not read_run(folder).is_stock
             self._limit_s = max(_LEAST_S, _TIMES * (time.monotonic() - began_s)) if is_tuned else _FIRST_S
@@ -331,9 +331,18 @@ class Tuning:
         status = run_training("tune", subject, planned, self._limit_s, DS_FSMOE="1")
         state = self._state_of(status, folder, began_s)
         if (folder / RUN).exists():
-            self._read(read_run(folder), trial, state)
+            times_ms, problem = self._read(read_run(folder), trial, state)
         else:
-            trial.state = state if state != OK else f"no record: {NO_ENTRY_POINT}"
+            times_ms, problem = [], state if state != OK else f"no record: {NO_ENTRY_POINT}"
+        trial.times_ms += times_ms
+        if problem:
+            trial.state = problem
+            if trial is not self.trials[0]:  # which the others are compared with
+                trial.times_ms.clear()
+        elif state != OK:
+            trial.state = f"timed; then {state}"
+        elif trial.state == _UNFINISHED:
+            trial.state = OK
         if trial.is_ok:
             print(f"tune: {trial.name}: {trial.step_ms:.1f} ms +- {trial.reach_ms:.1f}", flush=True)
         if trial.state != OK:
@@ -351,31 +360,26 @@ class Tuning:
             return _OUT_OF_MEMORY
         return f"failed: {last[:_WIDEST_ERROR] or f'exit status {status}'}"
 
-    def _read(self, run: Run, trial: LayoutTrial, state: str) -> None:
-        """Read the steps of a run that ended in a state. One with an error counts if all of its steps were over."""
+    def _read(self, run: Run, trial: LayoutTrial, state: str) -> tuple[list[float], str]:
+        """Return the ms of the counted steps of a run that ended in a state, and what is wrong with it; one with an
+        error counts if all of its steps were over."""
         settled = settled_after(run)
         # The first ones after that may still set something up.
         times_ms = step_times_ms(run, settled)[-self._args.steps :]
-        trial.state = state
         if state != OK and len(times_ms) < self._args.steps:
-            return
+            return [], state
         if len(times_ms) < FEWEST_STEPS:
-            trial.state = (
-                f"{len(times_ms)} steps after the autotuner has chosen, of {len(run.steps)}: must be {FEWEST_STEPS}"
-            )
-            return
+            seen = f"{len(times_ms)} steps after the autotuner has chosen, of {len(run.steps)}"
+            return [], f"{seen}: must be {FEWEST_STEPS}"
         tokens = statistics.fmean(row.get("tokens_of_rank", 0) for row in run.steps if row["step"] > settled)
         self._tokens = self._tokens or tokens
         has_other = any(path == (MICRO_BATCH,) for path, _ in trial.changes)
         if has_other and self._tokens and not 1 / _OTHER_TOKENS < tokens / self._tokens < _OTHER_TOKENS:
-            trial.state = (
+            return [], (
                 f"{tokens:.0f} tokens of rank 0 in a step instead of {self._tokens:.0f}: the script does not follow "
                 f"{MICRO_BATCH}; name its own option in autotuning.arg_mappings"
             )
-            return
-        if state != OK:
-            trial.state = f"timed; then {state}"
-        trial.times_ms += times_ms
+        return times_ms, ""
 
 
 def print_trials(trials: Sequence[LayoutTrial]) -> None:

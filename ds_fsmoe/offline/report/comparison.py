@@ -45,7 +45,8 @@ class RunTimes:
 def settled_after(run: Run) -> int:
     """Return the last step with a measurement or trial; from there on the run does not change."""
     first = run.steps[0]["step"] if run.steps else 0
-    return max(first + WARM_UP - 1, int(run.plans.get("settled_at", 0)))
+    tuning = (row["step"] for row in run.steps if row.get("is_tuning"))
+    return max(first + WARM_UP - 1, int(run.plans.get("settled_at", 0)), *tuning)
 
 
 def step_times_ms(run: Run, after: int) -> list[float]:
