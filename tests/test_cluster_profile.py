@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ds_fsmoe.distributed.fail_together import MeasuringError
 from ds_fsmoe.distributed.topology import Topology, topology_of_hosts
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
-from ds_fsmoe.measuring import cluster_profile, stopwatch
+from ds_fsmoe.measuring import cluster_profile
 from ds_fsmoe.measuring.cache import Measurements, Measuring
 from ds_fsmoe.measuring.cluster_profile import ProfileNames, lane_groups, profile_cluster
 from ds_fsmoe.measuring.stopwatch import Stopwatch, slowdowns
@@ -28,6 +28,7 @@ from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import kind_costs
 from tests.fake_clock import FakeClock
+from tests.hurry import hurry
 from tests.logged import Said as Lines
 from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
 
@@ -50,13 +51,6 @@ class Said(Lines):
         logging.getLogger("ds_fsmoe").addHandler(self)
 
 
-def in_haste() -> None:
-    """Few repetitions of little work: what is looked at is not how exact it is."""
-    stopwatch.BUDGET_S, stopwatch.FEWEST = 0.0, 1
-    cluster_profile.COMPUTING_AIM_MS = 1.0
-    stopwatch.SHORTEST_MS, stopwatch.REPEATS = 2.0, 1
-
-
 def profiled(
     topology: Topology, lanes: Lanes, known: Measurements, said: Said, host: Clock = HOST, **options: Any
 ) -> tuple[Cluster, int]:
@@ -68,7 +62,7 @@ def profiled(
 
 
 def measure(rank: int, world_size: int, hosts: str) -> dict[str, Any]:
-    in_haste()
+    hurry()
     measured: list[set[Lane]] = []
 
     def known_slowdowns(*args: Any) -> Slowdowns:
@@ -157,7 +151,7 @@ MBIT_50 = 50e6 / 8 / 1e3  # bytes in a millisecond
 
 
 def meet_odd_links(rank: int, world_size: int) -> dict[str, Any]:
-    in_haste()
+    hurry()
     topology, send = topology_of_hosts("ab"), dist.all_to_all_single
     # All that is not slowed takes a tick, whatever its size.
     clock = FakeClock(tick_ns=10**6)

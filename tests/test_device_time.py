@@ -24,6 +24,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import FORWARD, LayerProfile
 from ds_fsmoe.planning.schedule import EXPERT, GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.fake_clock import SetClock
+from tests.hurry import hurry
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
 from tests.pretended_device import Device
 
@@ -321,3 +322,9 @@ def test_there_are_as_many_repetitions_as_there_is_time_for_making_ready_include
 ) -> None:
     _, order = played(lambda size, repeat: round_ms / 4, ready_ms=round_ms / 4)
     assert order.count(1) == 1 + repeats
+
+
+def test_a_process_that_hurries_repeats_what_it_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch.setattr)
+    _, order = played(lambda size, repeat: 1e-3)
+    assert order.count(1) == 2

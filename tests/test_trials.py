@@ -415,6 +415,23 @@ def test_the_gain_is_that_of_turns_with_these_two_plans_alone() -> None:
     assert (outcome.gain.ratio, outcome.gain.num_turns) == (MS[STOCK] / MS[1], 5)
 
 
+@pytest.mark.parametrize("changed", [{}, {STOCK: 9.0}])
+def test_a_single_turn_is_a_single_round(changed: dict[int, float]) -> None:
+    seen: list[int] = []
+
+    def ms(plan: int) -> float:
+        seen.append(plan)
+        return (MS | changed)[plan]
+
+    outcome, running = settled(ms, can_refine=True, turns=1)
+    assert sorted(seen) == sorted((0, 1, 2, STOCK))
+    assert (running, outcome.is_stock) == ((STOCK, True) if changed else (1, False))
+    assert outcome.gain is not None
+    assert outcome.gain.ratio == (MS | changed)[STOCK] / MS[1]
+    assert (outcome.kept_ms, outcome.baseline_ms) == ((MS | changed)[running], (MS | changed)[STOCK])
+    assert outcome.steps_to_break_even() is None
+
+
 def test_where_deepspeeds_schedule_stays_the_gain_is_that_of_the_best_other_plan() -> None:
     outcome, running = settled((MS | {STOCK: 9.0}).__getitem__)
     assert running == STOCK

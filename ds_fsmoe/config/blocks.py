@@ -235,7 +235,8 @@ class AutotuneBlock(StrictShape):
     trials: Int = Field(
         3,
         ge=0,
-        description=("steps of training with each of the best plans; 0: take the plan that is predicted to be fastest"),
+        description="steps of training with each of the best plans; 1: one step with each of the best three; 0: take "
+        "the plan that is predicted to be fastest",
     )
     watch_every: Int = Field(10, ge=0, description="compare every n-th step with its prediction; 0: never")
     drift_threshold: float = Field(0.25, gt=0, description="share by which a step may differ from its prediction")

@@ -107,7 +107,8 @@ class Config(Written):
                     to gain; false: never
                 details: log all measurements, and explanations behind log lines
                 cache_dir: folder where rank 0 keeps measurements
-                trials: steps of training with each of the best plans; 0: take the plan that is predicted to be fastest
+                trials: steps of training with each of the best plans; 1: one step with each of the best three; 0: take
+                    the plan that is predicted to be fastest
                 watch_every: compare every n-th step with its prediction; 0: never
                 drift_threshold: share by which a step may differ from its prediction
                 retune_on_drift: measure again if steps no longer match the prediction

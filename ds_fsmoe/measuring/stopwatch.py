@@ -7,8 +7,9 @@ Everything that is measured, is measured by it: layers, clusters, micro-ops and 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -67,7 +68,8 @@ class Stopwatch:
         device: the device that runs them.
         group: the ranks that take part; ``None``: all of the job.
         host: the clock of this rank.
-        budget_s: the time limit for the repetitions of an operation; there are :data:`FEWEST` in any case.
+        budget_s: the time limit for the repetitions of an operation, :data:`BUDGET_S` if it is None; there are
+            :data:`FEWEST` in any case.
     """
 
     def __init__(
@@ -75,12 +77,12 @@ class Stopwatch:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         host: Clock = HOST,
-        budget_s: float = BUDGET_S,
+        budget_s: float | None = None,
     ) -> None:
         self.device = device
         self.group = group
         self.host = host
-        self._budget_s = budget_s
+        self._budget_s = BUDGET_S if budget_s is None else budget_s
         self.num_timed = 0
         """The number of operations so far."""
         self.issues_ahead = device.type == "cuda"
@@ -278,7 +280,10 @@ def empty_task_ms(watch: Stopwatch, what: str, lanes: Lanes, schedule: Schedule,
 # lanes that wait for it would seem to slow each other down, by as much as they share it.
 
 
-REPEATS = 3
+TURNS = 3, 9
+"""The fewest and the most turns; each has every lane alone and every pair, so that none has the quiet moments alone."""
+TURNS_S = 0.5
+"""The time limit for turns within these bounds."""
 SHORTEST_MS = 20.0
 """The least time that a lane is kept busy, so that its start does not matter."""
 MOST_TASKS = 64
@@ -286,6 +291,7 @@ MOST_ISSUED_MS = 2.0
 """Of a lane, what the host needs at the most to issue its tasks: a GPU takes a thousand launches ahead, and a host that
 has to wait for room would be timed with it."""
 
+_Counts = Mapping[Lane, int]
 PrepareOnLane = Callable[[], Callable[[], object]]
 """A function that prepares, without communication, work that can then be done many times."""
 
@@ -305,46 +311,41 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, PrepareOnLane]
     bodies: dict[Lane, Callable[[], object]] = {}
     with raise_on_all_ranks(watch.group, f"making ready to measure {what}"):
         bodies = {lane: prepare() for lane, prepare in work.items()}
-    recorder = Recorder(watch.device, watch.host)
-    last_issue_ms = 0.0
-
-    def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
-        """Return lane -> when it finished on the slowest rank, the median over repeats."""
-        schedule = _concurrent_tasks(counts)
-        calls = {lane.value: _calling(bodies[lane]) for lane in counts}
-
-        def run() -> None:
-            lanes.run(schedule, calls, what, recorder)
-
-        nonlocal last_issue_ms
-        if watch.issues_ahead:
-            last_issue_ms = watch.issued_in_ms(what, run)
-        runs = []
-        for _ in range(REPEATS):
-            with raise_on_all_ranks(watch.group, f"measuring {what}"):
-                if watch.issues_ahead:
-                    watch.hold_back(pause_ms(last_issue_ms), meets=True, group=watch.group)
-                run()
-                spans = recorder.timeline(schedule).spans
-            runs.append([max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts])
-        return torch.tensor(watch.slowest(runs)).median(dim=0).values.tolist()
-
     if len(bodies) < 2:
         return Slowdowns({})
-    for lane in bodies:  # warm up
-        busy_ms({lane: 1})
-    once_ms, issue_ms = {}, []
-    for lane in bodies:
-        once_ms[lane] = max(1e-3, busy_ms({lane: 1})[0])
-        issue_ms.append(last_issue_ms)
-    counts = _counts(once_ms, watch.slowest([issue_ms])[0] if watch.issues_ahead else issue_ms)
-    alone_ms = {lane: busy_ms({lane: counts[lane]})[0] for lane in bodies}
-    factors: dict[tuple[Lane, Lane], float] = {}
-    for a, b in itertools.combinations(bodies, 2):
-        a_ms, b_ms = busy_ms({a: counts[a], b: counts[b]})
-        factors[a, b] = _slowdown(alone_ms[a], a_ms, b_ms)
-        factors[b, a] = _slowdown(alone_ms[b], b_ms, a_ms)
-    return Slowdowns(factors)
+    calls = {lane.value: _calling(body) for lane, body in bodies.items()}
+    recorder = Recorder(watch.device, watch.host)
+
+    def turns_ms(asked: Sequence[_Counts], num_turns: int) -> tuple[list[list[float]], list[float]]:
+        """Return, turn by turn, when each lane of each of these runs finished on the slowest rank; and what it takes
+        the host here to issue each of them ahead, 0 on a CPU."""
+        turns: list[list[float]] = [[] for _ in range(num_turns)]
+        runs = [partial(lanes.run, _concurrent_tasks(counts), calls, what, recorder) for counts in asked]
+        issue_ms = [watch.issued_in_ms(what, run) if watch.issues_ahead else 0.0 for run in runs]
+        for finished_ms in turns:
+            for counts, run, run_issue_ms in zip(asked, runs, issue_ms, strict=True):
+                with raise_on_all_ranks(watch.group, f"measuring {what}"):
+                    if watch.issues_ahead:
+                        watch.hold_back(pause_ms(run_issue_ms), meets=True, group=watch.group)
+                    run()
+                    spans = recorder.timeline(run.args[0]).spans
+                finished_ms += [max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts]
+        return watch.slowest(turns), issue_ms
+
+    single = [{lane: 1} for lane in bodies]
+    turns_ms(single, 1)  # warm up
+    twice_ms, issue_ms = turns_ms(single, 2)
+    # A rank that was disturbed in one of two turns was not in the other.
+    least_ms = [max(1e-3, min(each)) for each in zip(*twice_ms, strict=True)]
+    counts = _counts(dict(zip(bodies, least_ms, strict=True)), watch.slowest([issue_ms])[0])
+    pairs = list(itertools.combinations(bodies, 2))
+    asked = [*({lane: counts[lane]} for lane in bodies), *({a: counts[a], b: counts[b]} for a, b in pairs)]
+    start_s = watch.host.perf_counter()
+    found_ms, _ = turns_ms(asked, 1)
+    turn_s = watch.slowest([[watch.host.perf_counter() - start_s]])[0][0]
+    found_ms += turns_ms(asked, min(TURNS[1], max(TURNS[0], int(TURNS_S / max(1e-6, turn_s)))) - 1)[0]
+    factors = [_factors(list(bodies), pairs, each) for each in found_ms]
+    return Slowdowns({pair: statistics.median(each[pair] for each in factors) for pair in factors[0]})
 
 
 def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[Lane, int]:
@@ -354,12 +355,25 @@ def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[La
         once_ms: what a task of the lane takes; the same on every rank, as is the result.
         issue_ms: of each lane, what it takes the host to issue one ahead.
     """
-    aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
+    aim_ms = max(SHORTEST_MS, *once_ms.values())
     most = [MOST_TASKS if not each_ms else min(MOST_TASKS, int(MOST_ISSUED_MS / each_ms)) for each_ms in issue_ms]
     return {
         lane: max(1, min(most_of_lane, round(aim_ms / once_ms[lane])))
         for lane, most_of_lane in zip(once_ms, most, strict=True)
     }
+
+
+def _factors(
+    lanes: Sequence[Lane], pairs: Sequence[tuple[Lane, Lane]], turn_ms: Sequence[float]
+) -> dict[tuple[Lane, Lane], float]:
+    """Return the slowdowns of a turn from when each lane finished alone, and then both of each pair."""
+    alone_ms = dict(zip(lanes, turn_ms, strict=False))
+    together_ms = iter(turn_ms[len(lanes) :])
+    found = {}
+    for (a, b), a_ms, b_ms in zip(pairs, together_ms, together_ms, strict=True):
+        found[a, b] = _slowdown(alone_ms[a], a_ms, b_ms)
+        found[b, a] = _slowdown(alone_ms[b], b_ms, a_ms)
+    return found
 
 
 def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:

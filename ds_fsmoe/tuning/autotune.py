@@ -38,7 +38,7 @@ from ds_fsmoe.tuning.measure import Measured, gradients_of, measure, tensors_of
 from ds_fsmoe.tuning.states import NEXT, Profiling, Settled, State, Trying, Waiting, Watching
 from ds_fsmoe.tuning.summary import IN_EVALUATION, MOST_ROWS, Outcome, headline, hints, summarize, too_short
 from ds_fsmoe.tuning.table import Row, TuningContext, describe_rows, rows_of_plan
-from ds_fsmoe.tuning.trial_rounds import TrialRounds
+from ds_fsmoe.tuning.trial_rounds import PLANS_OF_ONE_TURN, TrialRounds
 from ds_fsmoe.tuning.trials import Tried
 from ds_fsmoe.tuning.tuned_model import (
     Candidate,
@@ -278,7 +278,7 @@ class Autotune:
 
         def to_try() -> list[ModelPlan]:
             model.search.request.check_named()
-            return model.search.to_try(stage)
+            return model.search.to_try(stage, PLANS_OF_ONE_TURN if self._block.autotune.trials == 1 else None)
 
         plans = self._together(model, self._on_first(to_try))
         if len(plans) > 2 and stages is not None and plans[0].of_stages == plans[1].of_stages:

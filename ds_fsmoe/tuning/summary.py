@@ -173,9 +173,11 @@ def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> l
     if gain is None:
         unseen = ", as no step of the trials was complete" if outcome.num_plans else ", not tried"
         return [how, f"predicted {context.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}", cost]
-    measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule ({gain.low:.2f} to {gain.high:.2f}"
-    measured += f" in {gain.num_turns} turns)" if gain.num_turns > 1 else ", one step of each: no interval)"
-    if gain.high < 1 and gain.num_turns > 1:
+    measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule"
+    if gain.num_turns == 1:
+        return [how, f"{measured} (one step of each: no interval)", cost]
+    measured += f" ({gain.low:.2f} to {gain.high:.2f} in {gain.num_turns} turns)"
+    if gain.high < 1:
         return [how, f"slower than stock, but set by name: {measured}", cost]
     if not gain.is_clear:
         return [how, f"{measured}, within the noise", cost]

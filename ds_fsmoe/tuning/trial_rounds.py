@@ -3,7 +3,7 @@
 
 The autotuner makes the rounds after measuring, and ends a step of them at each optimizer step. First all candidates are
 tried, then the neighbours of the fastest, and at last the plan that was found against DeepSpeed's schedule alone: turns
-in which the fastest of many is found show it faster than it is.
+in which the fastest of many is found show it faster than it is. With a single turn there is one round, of few plans.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ TURNS_WITHIN = 3
 """The most turns for which that holds: more are run if they are asked for, with every plan within the margin."""
 TURNS_OF_JUDGING = 3
 """The least number of turns with the plan that was found that are left for measuring its gain."""
+PLANS_OF_ONE_TURN = 3
+"""The candidates, besides DeepSpeed's schedule, where each has a single step."""
 
 
 class TrialRounds:
@@ -119,17 +121,15 @@ class TrialRounds:
         outcome.is_stock = kept == trials.baseline
         if self._has_details:
             log_on_rank_0(trials.describe(kept))
-        if self._is_last:
-            outcome.gain = trials.gain_of_best() if outcome.is_stock else trials.gain(0)
-            outcome.kept_ms, outcome.baseline_ms = (_median_ms(each) for each in trials.times_ms)
-            return True
-        outcome.tried = self.rounds[-1]
-        if outcome.is_stock:
-            outcome.kept_ms = outcome.baseline_ms = _median_ms(trials.times_ms[kept])
-            outcome.gain = trials.gain_of_best()
-            return True
-        self._next_round(trials, kept)
-        return False
+        if not self._is_last:
+            outcome.tried = self.rounds[-1]
+            if not outcome.is_stock and self._turns > 1:
+                self._next_round(trials, kept)
+                return False
+        stock = len(self.plans) - 1
+        outcome.kept_ms, outcome.baseline_ms = (_median_ms(trials.times_ms[each]) for each in (kept, stock))
+        outcome.gain = trials.gain_of_best() if outcome.is_stock else trials.gain(kept)
+        return True
 
     def _steps_for_finding(self) -> int | None:
         """Return the steps that may be taken before the last round; ``None``: as many as it takes."""

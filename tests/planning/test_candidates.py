@@ -207,6 +207,20 @@ def test_stages_behind_the_first_try_their_best_with_its_gradients_at_the_end_wh
     assert nothing[0] == nothing[1]
 
 
+def test_of_few_plans_those_that_are_predicted_to_be_fastest_are_tried() -> None:
+    layers = [{"flat": with_gradients(DENSE)}] * 2
+    for search, stage in ((search_of(*layers), None), (asking(search_of(*layers), may_send_anyhow=True), 1)):
+        best, *others, stock = search.to_try(stage)
+        first, *few, last = search.to_try(stage, most=3)
+        assert (first, last) == (best, stock)
+        # The plan of a stage that sends late is no candidate of the search: stages try it together.
+        late = 0 if stage is None else 1
+        assert few[:late] == others[:late]
+        by_time = sorted(others[late:], key=search.planner.batch_ms)
+        assert len(by_time) > 2
+        assert few[late:] == by_time[:2]
+
+
 # ---- two halves that take turns
 
 

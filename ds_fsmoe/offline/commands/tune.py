@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     sizes: dict[str, Any] = {"type": _sizes, "metavar": "N,N,..."}
-    parser.add_argument("--steps", type=int, default=8, help="counted optimizer steps of a run (8)")
+    parser.add_argument("--steps", type=int, default=6, help="counted optimizer steps of a run (6)")
     parser.add_argument("--rounds", type=int, default=2, help="times that layouts run which are about as fast (2)")
     parser.add_argument("--most", type=int, default=6, metavar="N", help="layouts that are tried, besides yours (6)")
     parser.add_argument(

@@ -57,18 +57,20 @@ class Search:
         plans = self._plans("whole", "isolated", "alltoall", "given", "halves")
         return _distinct([self._fastest(plans), *plans])
 
-    def to_try(self, stage: int | None = None) -> list[ModelPlan]:
+    def to_try(self, stage: int | None = None, most: int | None = None) -> list[ModelPlan]:
         """Return the plans to try, DeepSpeed's schedule last. A stage without layers has one plan, twice.
 
         Args:
             stage: the index of a pipeline stage; ``None``: no pipeline. Behind the first stage, gradients sent after
                 the backward are concurrent with the backwards of earlier stages. There the second plan sends all of
                 them so, where that is allowed. The first stage combines it with its best.
+            most: the number of candidates, of those with the shortest predictions; ``None``: all.
         """
         stock = self.stock()
         if not self.request.options:
             return [stock, stock]
         best, *others = self.candidates()
+        others = sorted(others, key=self.planner.batch_ms)[: most - 1] if most else others
         if stage is not None and self.request.may_send_anyhow:
             others.insert(0, self.late(best) if stage else best)
         return [best, *others, stock]
