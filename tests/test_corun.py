@@ -124,9 +124,14 @@ def test_first_runs_and_a_turn_that_was_disturbed_do_not_count(clock: SetClock) 
         *(lambda run, at=at: 3.0 if run == first_turn + at else 1.0 for at in range(3 * num_in_turn)),
         lambda run: 3.0 if turn(run) >= 1 else 1.0,
         lambda run: 100.0 if run < num_lanes else 1.0,
+        lambda run: 100.0 if num_lanes <= run < 2 * num_lanes else 1.0,
     ]
+    undisturbed = Slowed(clock, ONCE_MS, KNOWN)
+    measured(undisturbed, clock)
     for stretched in ways:
-        assert measured(Slowed(clock, ONCE_MS, KNOWN, stretched), clock).factors == pytest.approx(KNOWN)
+        lanes = Slowed(clock, ONCE_MS, KNOWN, stretched)
+        assert measured(lanes, clock).factors == pytest.approx(KNOWN)
+        assert [run.counts for run in lanes.runs] == [run.counts for run in undisturbed.runs]
 
 
 @pytest.mark.parametrize("once_ms", [ONCE_MS, {INTER: 0.01, COMPUTE: 0.9}, {INTRA: 70.0, COMPUTE: 3.0}])

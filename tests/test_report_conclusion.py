@@ -91,6 +91,10 @@ def test_of_a_run_alone_the_autotuner_tells_the_gain(tmp_path: Path) -> None:
     assert "smallest to largest of that" in said
     assert "What the autotuner of ds_fsmoe, best says: So and so." in said
     assert "What to try next Try this." in said
+    run_files.write_json(run / run_files.PLANS, plans | {"gain": gain | {"num_turns": 1}})
+    said = section(page_of(run), "conclusion")
+    assert "undecided" in said
+    assert "which decides nothing: there was one step of each. That is from one step of each in the autotuner's" in said
 
 
 # ---- what limits

@@ -430,6 +430,7 @@ def test_a_single_turn_is_a_single_round(changed: dict[int, float]) -> None:
     assert outcome.gain.ratio == (MS | changed)[STOCK] / MS[1]
     assert (outcome.kept_ms, outcome.baseline_ms) == ((MS | changed)[running], (MS | changed)[STOCK])
     assert outcome.steps_to_break_even() is None
+    assert sorted(each.num_steps for each in outcome.tried) == [1, 1, 1, 1]
 
 
 def test_where_deepspeeds_schedule_stays_the_gain_is_that_of_the_best_other_plan() -> None:

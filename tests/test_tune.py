@@ -120,7 +120,7 @@ def tune(config: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]
 
 def test_the_fastest_layout_is_written_beside_the_config_with_only_what_changed(tune: Any, config: Path) -> None:
     before = config.read_text()
-    found = tune({"2": 100, "1": 120, "4": 80}, "--steps", "6")
+    found = tune({"2": 100, "1": 120, "4": 80})
     # One is clearly ahead after the first round, so there is no second one.
     assert (found.status, found.sizes[0], sorted(found.sizes[1:])) == (0, None, [1, 4])
     assert config.read_text() == before

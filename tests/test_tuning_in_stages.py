@@ -28,7 +28,7 @@ STEPS = 48
 
 def block_of(**autotune: Any) -> dict[str, Any]:
     """A schedule by name, so that DeepSpeed's may not stay and end the rounds early."""
-    asked = {"enabled": "auto", "trials": 1, "watch_every": 1} | autotune
+    asked = {"enabled": "auto", "trials": 2, "watch_every": 1} | autotune
     return {"enabled": True, "schedule": "fsmoe", "autotune": asked, "num_chunks": {"max": 2}}
 
 

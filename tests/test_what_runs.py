@@ -224,7 +224,8 @@ def test_log_table_record_and_page_of_a_tuned_run_say_what_runs_in_the_same_word
     said, chosen, page = run["said"], run["chosen"], page_of(tmp_path / "run")
     plans = json.loads((tmp_path / "run" / run_files.PLANS).read_text())
     count = plans["num_plans"]
-    assert count > 1
+    # With a single turn few plans are tried, once each.
+    assert 1 < count == plans["num_steps"] <= 4
     if keeps_stock:
         assert chosen["schedule"] == f"DeepSpeed's (kept by the autotuner: none of {count - 1} other plans was faster)"
         assert chosen["num_chunks"] == "forward 1, backward 1"

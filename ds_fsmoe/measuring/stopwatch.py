@@ -7,6 +7,7 @@ Everything that is measured, is measured by it: layers, clusters, micro-ops and 
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -281,7 +282,7 @@ def empty_task_ms(watch: Stopwatch, what: str, lanes: Lanes, schedule: Schedule,
 
 
 TURNS = 3, 9
-"""The fewest and the most turns; each has every lane alone and every pair, so that none has the quiet moments alone."""
+"""The fewest and the most turns, each of every lane alone and every pair: what drifts is the same for all of a turn."""
 TURNS_S = 0.5
 """The time limit for turns within these bounds."""
 SHORTEST_MS = 20.0
@@ -291,7 +292,6 @@ MOST_ISSUED_MS = 2.0
 """Of a lane, what the host needs at the most to issue its tasks: a GPU takes a thousand launches ahead, and a host that
 has to wait for room would be timed with it."""
 
-_Counts = Mapping[Lane, int]
 PrepareOnLane = Callable[[], Callable[[], object]]
 """A function that prepares, without communication, work that can then be done many times."""
 
@@ -316,36 +316,40 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, PrepareOnLane]
     calls = {lane.value: _calling(body) for lane, body in bodies.items()}
     recorder = Recorder(watch.device, watch.host)
 
-    def turns_ms(asked: Sequence[_Counts], num_turns: int) -> tuple[list[list[float]], list[float]]:
-        """Return, turn by turn, when each lane of each of these runs finished on the slowest rank; and what it takes
-        the host here to issue each of them ahead, 0 on a CPU."""
-        turns: list[list[float]] = [[] for _ in range(num_turns)]
-        runs = [partial(lanes.run, _concurrent_tasks(counts), calls, what, recorder) for counts in asked]
-        issue_ms = [watch.issued_in_ms(what, run) if watch.issues_ahead else 0.0 for run in runs]
-        for finished_ms in turns:
-            for counts, run, run_issue_ms in zip(asked, runs, issue_ms, strict=True):
-                with raise_on_all_ranks(watch.group, f"measuring {what}"):
-                    if watch.issues_ahead:
-                        watch.hold_back(pause_ms(run_issue_ms), meets=True, group=watch.group)
-                    run()
-                    spans = recorder.timeline(run.args[0]).spans
-                finished_ms += [max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts]
-        return watch.slowest(turns), issue_ms
+    def issued_ms(schedule: Schedule) -> float:
+        """Return what it takes the host to issue it ahead; 0 on a CPU."""
+        run = partial(lanes.run, schedule, calls, what, recorder)
+        return watch.issued_in_ms(what, run) if watch.issues_ahead else 0.0
 
-    single = [{lane: 1} for lane in bodies]
-    turns_ms(single, 1)  # warm up
-    twice_ms, issue_ms = turns_ms(single, 2)
-    # A rank that was disturbed in one of two turns was not in the other.
+    def turns_ms(schedules: Mapping[Schedule, float], num_turns: int) -> list[list[float]]:
+        """Return, turn by turn, when each lane of each schedule finished on the slowest rank."""
+        turns: list[list[float]] = [[] for _ in range(num_turns)]
+        for finished_ms, (schedule, issue_ms) in itertools.product(turns, schedules.items()):
+            with raise_on_all_ranks(watch.group, f"measuring {what}"):
+                if watch.issues_ahead:
+                    watch.hold_back(pause_ms(issue_ms), meets=True, group=watch.group)
+                lanes.run(schedule, calls, what, recorder)
+                spans = recorder.timeline(schedule).spans
+            used = dict.fromkeys(task.lane for task in schedule.tasks)
+            finished_ms += [max(each.end_ms for each in spans if each.task.lane is lane) for lane in used]
+        return watch.slowest(turns)
+
+    single = [_concurrent_tasks({lane: 1}) for lane in bodies]
+    turns_ms({each: issued_ms(each) for each in single}, 1)  # warm up
+    issue_ms = [issued_ms(each) for each in single]
+    twice_ms = turns_ms(dict(zip(single, issue_ms, strict=True)), 2)
+    # Of two turns the one in which no rank was disturbed counts.
     least_ms = [max(1e-3, min(each)) for each in zip(*twice_ms, strict=True)]
     counts = _counts(dict(zip(bodies, least_ms, strict=True)), watch.slowest([issue_ms])[0])
     pairs = list(itertools.combinations(bodies, 2))
-    asked = [*({lane: counts[lane]} for lane in bodies), *({a: counts[a], b: counts[b]} for a, b in pairs)]
+    together = *((lane,) for lane in bodies), *pairs
+    asked = [_concurrent_tasks({lane: counts[lane] for lane in each}) for each in together]
+    schedules = {each: issued_ms(each) for each in asked}
     start_s = watch.host.perf_counter()
-    found_ms, _ = turns_ms(asked, 1)
+    found_ms = turns_ms(schedules, 1)
     turn_s = watch.slowest([[watch.host.perf_counter() - start_s]])[0][0]
-    found_ms += turns_ms(asked, min(TURNS[1], max(TURNS[0], int(TURNS_S / max(1e-6, turn_s)))) - 1)[0]
-    factors = [_factors(list(bodies), pairs, each) for each in found_ms]
-    return Slowdowns({pair: statistics.median(each[pair] for each in factors) for pair in factors[0]})
+    found_ms += turns_ms(schedules, min(TURNS[1], max(TURNS[0], int(TURNS_S / max(1e-6, turn_s)))) - 1)
+    return Slowdowns(_factors(list(bodies), pairs, found_ms))
 
 
 def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[Lane, int]:
@@ -364,24 +368,27 @@ def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[La
 
 
 def _factors(
-    lanes: Sequence[Lane], pairs: Sequence[tuple[Lane, Lane]], turn_ms: Sequence[float]
+    lanes: Sequence[Lane], pairs: Sequence[tuple[Lane, Lane]], turns_ms: Sequence[Sequence[float]]
 ) -> dict[tuple[Lane, Lane], float]:
-    """Return the slowdowns of a turn from when each lane finished alone, and then both of each pair."""
-    alone_ms = dict(zip(lanes, turn_ms, strict=False))
-    together_ms = iter(turn_ms[len(lanes) :])
-    found = {}
-    for (a, b), a_ms, b_ms in zip(pairs, together_ms, together_ms, strict=True):
-        found[a, b] = _slowdown(alone_ms[a], a_ms, b_ms)
-        found[b, a] = _slowdown(alone_ms[b], b_ms, a_ms)
-    return found
+    """Return the slowdowns, medians over turns, from when each lane finished alone, and then both of each pair."""
+    found: dict[tuple[Lane, Lane], list[float]] = {}
+    for turn_ms in turns_ms:
+        alone_ms = dict(zip(lanes, turn_ms[: len(lanes)], strict=True))
+        for index, (a, b) in enumerate(pairs):
+            a_ms, b_ms = turn_ms[len(lanes) + 2 * index :][:2]
+            found.setdefault((a, b), []).append(_slowdown(alone_ms[a], a_ms, b_ms))
+            found.setdefault((b, a), []).append(_slowdown(alone_ms[b], b_ms, a_ms))
+    medians = {pair: statistics.median(each) for pair, each in found.items()}
+    return {pair: each if 1.0 < each < math.inf else 1.0 for pair, each in medians.items()}
 
 
 def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:
-    """Compute the slowdown from when a lane finished alone and together; it only slows while the other is busy."""
+    """Compute the slowdown from when a lane finished alone and together; it only slows while the other is busy.
+    Infinite: it was through too late to have done anything by then."""
     beside_ms = min(together_ms, other_ms)
     # What was left of it when the other was through ran at full speed.
     done_beside_ms = alone_ms - (together_ms - beside_ms)
-    return max(1.0, beside_ms / done_beside_ms) if done_beside_ms > 0 else 1.0
+    return beside_ms / done_beside_ms if done_beside_ms > 0 else math.inf
 
 
 def _concurrent_tasks(counts: Mapping[Lane, int]) -> Schedule:

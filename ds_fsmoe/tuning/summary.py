@@ -47,7 +47,7 @@ class Outcome:
     """The gain over DeepSpeed's schedule of what stays, or, if ``is_stock``, of the best of the others; ``None``: not
     measured."""
     kept_ms: float | None = None
-    """The median step with what stays, and with DeepSpeed's schedule, in the turns of these two."""
+    """The median step with what stays, and with DeepSpeed's schedule, in the last round."""
     baseline_ms: float | None = None
     is_stock: bool = False
     """Whether DeepSpeed's schedule stays."""
@@ -171,7 +171,7 @@ def headline(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> l
     if outcome.is_stock:
         return [*_kept_stock(outcome), cost]
     if gain is None:
-        unseen = ", as no step of the trials was complete" if outcome.num_plans else ", not tried"
+        unseen = ", as steps of the trials were not complete" if outcome.num_plans else ", not tried"
         return [how, f"predicted {context.step.speedup:.2f} times as fast as DeepSpeed's schedule{unseen}", cost]
     measured = f"{gain.ratio:.2f} times as fast as DeepSpeed's schedule"
     if gain.num_turns == 1:
@@ -284,7 +284,7 @@ def hints(rows: Sequence[Row], context: TuningContext, outcome: Outcome) -> list
     if any(not timing.best_fit.is_good for _, timing, _ in timings_of(rows)):
         judged = "the choice is from real steps" if outcome.tried else "set fsmoe.autotune.trials above 0"
         found.append(f"measurements were noisy (busy machine?), so predictions are rough; {judged}")
-    has_gained = not outcome.is_stock and outcome.gain is not None and outcome.gain.is_clear
+    has_gained = not outcome.is_stock and outcome.gain is not None and outcome.gain.low > 1
     if context.slowed.factors and not has_gained:
         for (a, b), both in context.slowed.overlap_gains().items():
             if both < MIN_OVERLAP_GAIN and Lane.COMPUTE in (a, b):

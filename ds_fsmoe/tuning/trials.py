@@ -276,7 +276,7 @@ class Trials:
         results = self.results(kept)
         if not results:
             return "autotune: no step of a trial was complete, so the predicted plan is kept"
-        head = "autotune: trained alternating between these plans; slow plans were dropped early"
+        head = "autotune: trained alternating between these plans"
         rows = [
             (f"{each.step_ms:.4g}", each.num_steps, each.name + ("  (kept)" if each.is_kept else ""))
             for each in results

@@ -96,11 +96,15 @@ def gain_of(runs: Sequence[Run], turns: Sequence[Turn] = ()) -> SpeedUp | None:
         found = run.plans.get("gain")
         if found:
             interval = Interval(found["low"], found["high"]) if found["num_turns"] > 1 else None
+            steps = "one step" if interval is None else f"{found['num_turns']} steps"
             how = (
-                f"from {found['num_turns']} steps of each in the autotuner's last trial: median ratio, smallest and "
-                "largest; it compares two schedules of ds_fsmoe, not DeepSpeed's engine"
+                f"from {steps} of each in the autotuner's last trial: median ratio, smallest and largest; it compares "
+                "two schedules of ds_fsmoe, not DeepSpeed's engine"
             )
-            return SpeedUp(found["ratio"], interval, "DeepSpeed's schedule", how, "", is_of_rejected=keeps_stock(run))
+            verdict = "there was one step of each" if interval is None else ""
+            return SpeedUp(
+                found["ratio"], interval, "DeepSpeed's schedule", how, verdict, is_of_rejected=keeps_stock(run)
+            )
     return None
 
 

@@ -108,7 +108,7 @@ def trials(page: Page, run: Run) -> None:
     page.paragraph(
         "Predictions only say what is worth a try: training steps were done with these plans in turns, and what they "
         "took decided, also against a prediction. A point is a step, without the optimizer; the stroke is their "
-        "median. Slow plans are dropped early. The last round measures the speedup."
+        "median." + (" Slow plans are dropped early. The last round measures the speedup." if len(rounds) > 1 else "")
     )
     if "num_plans" in run.plans:
         page.paragraph(f"{run.plans['num_plans']} plans were tried in {run.plans['num_steps']} steps.")

@@ -64,16 +64,16 @@ class Search:
             stage: the index of a pipeline stage; ``None``: no pipeline. Behind the first stage, gradients sent after
                 the backward are concurrent with the backwards of earlier stages. There the second plan sends all of
                 them so, where that is allowed. The first stage combines it with its best.
-            most: the number of candidates, of those with the shortest predictions; ``None``: all.
+            most: the number of plans besides DeepSpeed's, which have the shortest predictions; ``None``: all.
         """
         stock = self.stock()
         if not self.request.options:
             return [stock, stock]
         best, *others = self.candidates()
-        others = sorted(others, key=self.planner.batch_ms)[: most - 1] if most else others
+        others = others if most is None else sorted(others, key=self.planner.batch_ms)
         if stage is not None and self.request.may_send_anyhow:
             others.insert(0, self.late(best) if stage else best)
-        return [best, *others, stock]
+        return [best, *others[: None if most is None else most - 1], stock]
 
     def late(self, plan: ModelPlan) -> ModelPlan:
         """Return the plan with all gradients sent after the backward; the plan itself if that is not allowed."""
