@@ -53,14 +53,14 @@ def sampled(
 
 
 def draw_daily(items: Sequence[pytest.Item]) -> None:
-    """Mark the tests of ``daily(group, count)``: ``count`` of each group, drawn today, are long, the others slow."""
-    groups: dict[str, list[pytest.Item]] = defaultdict(list)
-    counts: dict[str, int] = {}
+    """Mark the tests of ``daily(group, count)``: ``count`` of each group in a file, drawn today, are long, the others
+    slow."""
+    groups: dict[tuple[str, str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("daily")) and not item.get_closest_marker("slow"):
-            group, counts[group] = mark.args
-            groups[group].append(item)
-    for group, members in groups.items():
-        names = draw(group, sorted(each.nodeid for each in members), counts[group])
+            group, count = mark.args
+            groups[item.nodeid.partition("::")[0], group, count].append(item)
+    for (file, group, count), members in groups.items():
+        names = draw(f"{file} {group}", sorted(each.nodeid for each in members), count)
         for each in members:
             each.add_marker(pytest.mark.long if each.nodeid in names else pytest.mark.slow)

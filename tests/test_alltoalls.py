@@ -164,7 +164,7 @@ def every_law_on_nodes(rank: int, world_size: int) -> dict[str, list[str]]:
     return broken
 
 
-@sampled("world_size", list(SHAPES), kept=[0], drawn=0)
+@sampled("world_size", list(SHAPES), kept=[0])
 def test_every_all_to_all_keeps_the_laws_on_nodes_of_every_shape(world_size: int, tmp_path: Path) -> None:
     for rank, broken in enumerate(run_on_ranks(every_law_on_nodes, world_size, tmp_path)):
         assert len(broken) == 3 * len(SHAPES[world_size]) * len(registry.known("alltoall"))

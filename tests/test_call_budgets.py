@@ -68,7 +68,7 @@ def complaints(found: dict[str, Counts], budget: tuple[tuple[int, int], ...]) ->
 DAILY = (1, 4, "auto"), (8, 4, "never"), (8, 4, "always"), (8, 4, "rows")
 
 
-@sampled(("num_experts", "degree", "together"), list(BUDGETS), kept=map(list(BUDGETS).index, DAILY), drawn=0)
+@sampled(("num_experts", "degree", "together"), list(BUDGETS), kept=map(list(BUDGETS).index, DAILY))
 def test_a_layer_keeps_to_its_budget_of_calls_and_launches(num_experts: int, degree: int, together: str) -> None:
     found = layer_counts(num_experts, degree, together)
     assert complaints(found, BUDGETS[num_experts, degree, together]) == []

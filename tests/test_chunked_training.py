@@ -18,6 +18,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe import CallbackBase
+from ds_fsmoe.planning.decide.presets import NAMES
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch, train_steps
@@ -135,6 +136,7 @@ def assert_no_differences(world_size: int, work: Work, folder: Path) -> None:
     ids=["stage 0", "stage 1", "stage 2", "a sample at stage 1"],
 )
 def test_every_schedule_trains_to_stocks_numbers(stage: int, names: list[str], tmp_path: Path) -> None:
+    assert {block.get("schedule", "best") for block in BLOCKS.values()} == set(NAMES)
     assert_no_differences(2, [(CASES[stage], {name: BLOCKS[name] for name in names}, None)], tmp_path)
 
 

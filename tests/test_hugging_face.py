@@ -143,8 +143,8 @@ def gradients(
 FAMILIES = families()
 PAGE = Path(__file__).parents[1] / "docs" / "huggingface.md"
 KEPT = {"gpt_oss": 3, "deepseek_v3": 2, "nemotron_h": 0}
-"""Family -> stage of ZeRO, in every run: transposed, interleaved weights with biases; gated ones, as most families have
-them, beside shared experts; plain ones without a gate."""
+"""Family -> stage of ZeRO, where it is drawn: transposed, interleaved weights with biases; gated ones, as most families
+have them, beside shared experts; plain ones without a gate."""
 SILENT = ("deepseek_v4", "ernie4_5_vl_moe")
 """The first layers of the one choose by a token's number; a block of the other has experts of text and of images."""
 UNCUT = ("muse_spark",)

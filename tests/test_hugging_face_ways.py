@@ -360,7 +360,7 @@ def test_experts_that_are_cut_along_their_hidden_width_train_as_in_one_process(
     assert differing(way, tmp_path / "ranks") == []
 
 
-@pytest.mark.daily("layers", 2)
+@pytest.mark.long
 @pytest.mark.xfail(strict=True, reason="within GatheredParameters the adapters of replicas are not whole at ZeRO 3")
 def test_several_adapters_are_merged_over_replicas_at_zero_3(tmp_path: Path) -> None:
     assert run_on_ranks(several, 4, tmp_path, 3) == [[]] * 4
@@ -406,7 +406,7 @@ def beside_their_own(rank: int, world_size: int, names: list[str], folder: str) 
     return said
 
 
-@pytest.mark.daily("hugging face", 2)
+@pytest.mark.long
 def test_losses_and_gradients_are_those_of_hugging_faces_own_expert_parallelism(tmp_path: Path) -> None:
     pytest.importorskip("transformers.distributed")
     names = ["mixtral", "qwen3_moe", "olmoe"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_fsmoe import GPTFeedForward, LinearGate, MixtralFeedForward, MOELayer, SimpleOrder
+from ds_fsmoe import LinearGate, MOELayer, SimpleOrder, registry
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from tests.covering import covering
@@ -32,8 +32,7 @@ OF_SHARDS = 28
 """Divisible by the 4 shards there are at the most, and by little else."""
 
 EXPERTS: dict[str, Callable[[int], nn.Module]] = {
-    "gpt": lambda hidden: GPTFeedForward(M, hidden),
-    "mixtral": lambda hidden: MixtralFeedForward(M, hidden),
+    **{name: lambda hidden, name=name: registry.lookup("expert", name)(M, hidden) for name in registry.known("expert")},
     "module": lambda hidden: nn.Sequential(nn.Linear(M, hidden), nn.Tanh(), nn.Linear(hidden, M)),
 }
 

@@ -38,7 +38,7 @@ def test_adapters_take_what_is_predicted(tmp_path: Path) -> None:
     check(ADAPTERS, 2, tmp_path)
 
 
-@pytest.mark.daily("layers", 2)
+@pytest.mark.long
 def test_adapters_of_other_families_and_stages_take_what_is_predicted(tmp_path: Path) -> None:
     check(MORE_ADAPTERS, 2, tmp_path)
 

@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from tests.hf_families import batch, config_of, loss_of, model_of
 from tests.ranks import run_on_ranks
+from tests.samples import sampled
 from tests.test_hugging_face import ds_config, engine_of
 from tests.test_hugging_face_loading import FORMS, Loading, from_files, saved, values_of
 
@@ -80,7 +81,7 @@ def made(rank: int, world_size: int, files: str, less: str, few: str, stage: int
     return found
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
+@sampled("stage", [0, 3])
 def test_ranks_draw_different_experts_and_a_model_without_an_engine_is_of_no_use(stage: int, tmp_path: Path) -> None:
     files = saved("qwen3_moe", tmp_path, FORMS[1])
     few = model_of("qwen3_moe")

@@ -89,7 +89,7 @@ def states_out_of_reach(rank: int, world_size: int) -> str:
     return "moved"
 
 
-@pytest.mark.daily("layers", 2)
+@pytest.mark.long
 def test_states_that_one_rank_cannot_reach_are_an_error_on_every_rank(tmp_path: Path) -> None:
     found = run_on_ranks(states_out_of_reach, 2, tmp_path)
     assert found[0] == found[1]
@@ -171,7 +171,7 @@ def spoiled_expert(rank: int, world_size: int) -> str:
     return "nothing was found"
 
 
-@pytest.mark.daily("layers", 2)
+@pytest.mark.long
 def test_an_expert_that_has_moved_is_named_by_its_own_number(tmp_path: Path) -> None:
     found = run_on_ranks(spoiled_expert, 2, tmp_path)
     assert found[0] == found[1]

@@ -142,7 +142,7 @@ def test_a_command_is_one_that_ci_runs(page: str, line: str) -> None:
             assert used or script in MEASURE_FOR_MINUTES, f"no test runs {script}"
 
 
-@pytest.mark.daily("pages", 1)
+@pytest.mark.long
 def test_benchmarks_that_take_minutes_can_at_least_be_asked_for_help() -> None:
     code = "import runpy, sys\nfor script in sys.argv[1:]:\n    sys.argv = [script, '--help']\n"
     code += "    try: runpy.run_path(script, run_name='__main__')\n"

@@ -70,20 +70,21 @@ class Item:
         self.marks.append(mark.mark)
 
 
-def test_of_a_daily_group_so_many_are_long_and_all_others_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_daily_group_so_many_in_a_file_are_long_and_all_others_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = set()
     for number in range(30):
         monkeypatch.setenv(SEED, f"day {number}")
-        items = [Item(f"test_{each}", pytest.mark.daily("group", 2).mark) for each in "abcde"]
-        other, slow = Item("other"), Item("slow", pytest.mark.daily("group", 2).mark, pytest.mark.slow.mark)
+        mark = pytest.mark.daily("group", 2).mark
+        items = [Item(f"{file}.py::test_{each}", mark) for file in "xy" for each in "abcde"]
+        other, slow = Item("x.py::other"), Item("x.py::slow", mark, pytest.mark.slow.mark)
         samples.draw_daily([*items, other, slow])
         long = {each.nodeid for each in items if each.get_closest_marker("long")}
-        assert len(long) == 2
+        assert sorted(each[0] for each in long) == ["x", "x", "y", "y"]
         assert all(each.nodeid in long or each.get_closest_marker("slow") for each in items)
         assert other.marks == []
         assert not slow.get_closest_marker("long")
         drawn |= long
-    assert len(drawn) == 5
+    assert len(drawn) == 10
 
 
 def test_the_row_of_a_night_counts_what_failed_and_names_its_files(tmp_path: Path) -> None:

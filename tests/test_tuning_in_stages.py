@@ -202,6 +202,6 @@ def tune_on_two_nodes(rank: int, world_size: int) -> float:
     return total.item()
 
 
-@pytest.mark.daily("autotuning anew", 1)
+@pytest.mark.long
 def test_communicators_of_one_stages_ways_are_made_by_all_ranks(tmp_path: Path) -> None:
     assert run_on_ranks(tune_on_two_nodes, 8, tmp_path) == [4.0, 1.0, 1.0, 4.0, 4.0, 1.0, 1.0, 4.0]

@@ -169,7 +169,7 @@ def tuned(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[bool]
     return degrees, ["in one chunk: expert 0: expert Around draws" in line for line in said]
 
 
-@pytest.mark.daily("layers", 2)
+@pytest.mark.long
 def test_the_autotuner_does_not_cut_them_either(tmp_path: Path) -> None:
     first, second = run_on_ranks(tuned, 2, tmp_path)
     assert first == ([(2, 3), (1, 1)], [False, True])

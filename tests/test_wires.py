@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ds_fsmoe
+from ds_fsmoe import registry
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.config.reading import ConfigError, read_block
 from ds_fsmoe.distributed.groups import make_groups
@@ -193,7 +194,7 @@ def on_the_wire(rank: int, world_size: int, esp: int) -> list[str]:
     with on_nodes(0, 0, 1, 1):
         groups = make_groups(4 // esp, esp)
     serial, lanes, found = make_lanes(torch.device("cpu"), overlap=False), make_lanes(torch.device("cpu")), []
-    names = ("flat", "1dh", "2dh", "node_deduplicated") if esp == 1 else ("flat",)
+    names = registry.known("alltoall") if esp == 1 else ("flat",)
     ways = covering(range(len(CUTS)), names, ("links", "compute"), (False, True), EVERY, allowed=can_be)
     for number, alltoall, conversions, overlap, wires in ways:
         name = f"{CUTS[number]}, {wires}, {alltoall}, conversions on {conversions}{', overlapped' * overlap}"

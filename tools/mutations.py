@@ -459,6 +459,7 @@ def main() -> int:
     parser.add_argument("--limit-all-s", type=int, default=3600, help="for each run of all tests")
     options = parser.parse_args()
     seed = "known" if options.known else options.seed
+    print(f"seed {seed}", flush=True)
     results = Results(seed, known() if options.known else drawn_before(seed) or drawn(seed, options.count))
     mutations = [each for each in results.mutations if options.only in each.path]
     if options.list:

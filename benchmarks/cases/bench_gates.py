@@ -30,7 +30,7 @@ from benchmarks.harness.routing import parsed
 from benchmarks.models.layer_steps import Found, Steps
 from benchmarks.models.layers import TINY, Layer, Layout, Model, Mpu, begin, ranks_per_node
 from ds_fsmoe import registry
-from ds_fsmoe.components.routing import SlotRouting
+from ds_fsmoe.components.routing import DenseRouting, SlotRouting, kind_of
 from ds_fsmoe.registry import known
 
 
@@ -57,7 +57,8 @@ def case(gate: str, k: int) -> Case:
 
 ONE_EXPERT = ("switch",)
 """Gates that take each token to one expert."""
-GRID = Grid("gates", tuple(case(gate, 1 if gate in ONE_EXPERT else 2) for gate in known("gate") if gate != "softmoe"))
+GATES = [each for each in known("gate") if kind_of(registry.lookup("gate", each)) is not DenseRouting]
+GRID = Grid("gates", tuple(case(gate, 1 if gate in ONE_EXPERT else 2) for gate in GATES))
 
 
 class InStock(nn.Module):

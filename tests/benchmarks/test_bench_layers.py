@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_fsmoe import registry
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.test_alltoalls import on_nodes
@@ -176,7 +177,8 @@ def compare_gates(rank: int, world_size: int) -> dict[str, tuple[torch.Tensor, t
 
 def test_a_gate_in_stocks_layer_decides_as_in_ours(tmp_path: Path) -> None:
     (found,) = run_on_ranks(compare_gates, 1, tmp_path)
-    assert len(found) == 8
+    # All but stock's own and softmoe, whose slots mix tokens.
+    assert len(found) == len(registry.known("gate")) - 2
     for name, (of_stock, of_ours) in found.items():
         torch.testing.assert_close(
             of_ours, of_stock, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every benchmark of the bed runs to its end on a bed of 2 nodes and 2 ranks, on layers of no interest, and its rows
+"""Benchmarks of the bed run to their end on a bed of 2 nodes and 2 ranks, on layers of no interest, and its rows
 become tables and pictures. What they measure here means nothing."""
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def bed() -> Iterator[Bed]:
 
 
 # A minute and more each, beside other tests.
-@pytest.mark.daily("benchmarks", 2)
+@pytest.mark.daily("benchmarks", 1)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]

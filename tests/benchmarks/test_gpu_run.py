@@ -131,7 +131,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(
     assert [each.name for each in tmp_path.iterdir()] == ["summary.md"]
 
 
-@pytest.mark.daily("benchmarks", 2)
+@pytest.mark.long
 def test_facts_and_smoke_are_right_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", os.environ.copy())
     monkeypatch.setattr(runner.signal, "signal", lambda *_: None)
