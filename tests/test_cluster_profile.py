@@ -17,7 +17,7 @@ from ds_fsmoe.distributed.topology import Topology, topology_of_hosts
 from ds_fsmoe.execution.lanes import Lanes, SerialLanes, make_lanes
 from ds_fsmoe.measuring import cluster_profile
 from ds_fsmoe.measuring.cache import Measurements, Measuring
-from ds_fsmoe.measuring.cluster_profile import ProfileNames, lane_groups, profile_cluster
+from ds_fsmoe.measuring.cluster_profile import LINK_AIM_MS, ProfileNames, lane_groups, profile_cluster
 from ds_fsmoe.measuring.stopwatch import Stopwatch, slowdowns
 from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
@@ -152,6 +152,7 @@ MBIT_50 = 50e6 / 8 / 1e3  # bytes in a millisecond
 
 def meet_odd_links(rank: int, world_size: int) -> dict[str, Any]:
     hurry()
+    cluster_profile.LINK_AIM_MS = LINK_AIM_MS
     topology, send = topology_of_hosts("ab"), dist.all_to_all_single
     # All that is not slowed takes a tick, whatever its size.
     clock = FakeClock(tick_ns=10**6)

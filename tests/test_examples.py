@@ -53,8 +53,10 @@ def test_a_run_is_tuned_planned_from_and_reported(
     assert "the plan of" in capsys.readouterr().out
     assert main(["report", str(tmp_path / "tuned" / "run")]) == 0
     page = (tmp_path / "tuned" / "run" / "report.html").read_text()
-    for words in ("What was decided", "runner-up", "Load of experts", "What was measured", "critical path"):
+    for words in ("What was decided", "Load of experts", "What was measured", "critical path"):
         assert words in page, words
+    # Which plan is the faster one is up to the machine.
+    assert ("runner-up" in page) != ("the plans that were tried were not faster" in page)
 
 
 @START
