@@ -14,6 +14,6 @@ def hurry(put: Callable[[Any, str, Any], None] = setattr) -> None:
     put(stopwatch, "BUDGET_S", 0.0)
     put(stopwatch, "FEWEST", 1)
     put(stopwatch, "SHORTEST_MS", 2.0)
-    put(stopwatch, "TURNS", (1, 1))
+    put(stopwatch, "REPEATS", 1)
     for name in ("LINK_AIM_MS", "COMPUTING_AIM_MS"):
         put(cluster_profile, name, 3.0)

@@ -133,7 +133,7 @@ STATEMENTS: dict[str, int] = {
     "files": 680,
     "gradients": 1728,
     "layer": 3201,
-    "measuring": 1322,
+    "measuring": 1307,
     "observing": 1299,
     "offline": 6493,
     "ops": 736,

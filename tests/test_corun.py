@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from ds_fsmoe.execution.lanes import SerialLanes
-from ds_fsmoe.measuring.stopwatch import MOST_TASKS, SHORTEST_MS, TURNS, Stopwatch, slowdowns
+from ds_fsmoe.measuring import stopwatch as contention
+from ds_fsmoe.measuring.stopwatch import MOST_TASKS, SHORTEST_MS, Stopwatch, slowdowns
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane, Schedule
 from ds_fsmoe.planning.timeline import Contention
@@ -39,8 +40,7 @@ class Run:
 
 class Slowed(SerialLanes):
     """Lanes that take a known time for a task (``once_ms``), by the factor of (slowed, by) as long while another one is
-    at work; all of a run by ``stretched`` of its number, as if the machine had been disturbed. Runs begin ``apart_ms``
-    after each other."""
+    at work; all of a run by ``stretched`` of its number, as if the machine had been disturbed."""
 
     def __init__(
         self,
@@ -48,12 +48,10 @@ class Slowed(SerialLanes):
         once_ms: Mapping[Lane, float],
         factors: Mapping[tuple[Lane, Lane], float],
         stretched: Callable[[int], float] = lambda run: 1.0,
-        apart_ms: float = 1e3,
     ) -> None:
         super().__init__()
         self.runs: list[Run] = []
         self._clock, self._once_ms, self._factors, self._stretched = clock, once_ms, factors, stretched
-        self._apart_ms = apart_ms
 
     def run(self, schedule: Schedule, bodies: Any, label: str = "", observer: Any = None) -> None:
         counts = {lane: len(tasks) for lane, tasks in schedule.lanes.items() if tasks}
@@ -62,11 +60,11 @@ class Slowed(SerialLanes):
         self.runs.append(run)
         slowed = {lane: self._factors.get((lane, *(set(counts) - {lane})), 1.0) for lane in counts}
         # When the first lane is through: from then on the other has the machine to itself.
-        first_ms = min(counts[lane] * self._once_ms[lane] * slowed[lane] for lane in counts)
+        apart_ms = min(counts[lane] * self._once_ms[lane] * slowed[lane] for lane in counts)
 
         def after_ms(lane: Lane, tasks: int) -> float:
             work_ms = tasks * self._once_ms[lane]
-            beside_ms = min(work_ms * slowed[lane], first_ms)
+            beside_ms = min(work_ms * slowed[lane], apart_ms)
             return stretched * (beside_ms + work_ms - beside_ms / slowed[lane])
 
         observer.start(schedule, label)
@@ -79,7 +77,7 @@ class Slowed(SerialLanes):
                 run.done.append(lane)
                 self._clock.now_ms = began_ms + after_ms(lane, place + 1)
                 observer.end(index, task)
-        self._clock.now_ms = began_ms + self._apart_ms
+        self._clock.now_ms = began_ms + 1e3
 
 
 @pytest.fixture
@@ -110,28 +108,14 @@ def test_a_lane_that_is_as_fast_or_faster_beside_another_is_said_not_to_be_slowe
     assert alone.overlap_gains() == pytest.approx(dict.fromkeys(itertools.combinations(Lane, 2), 2.0))
 
 
-def test_first_runs_and_a_turn_that_was_disturbed_do_not_count(clock: SetClock) -> None:
-    """A machine that is slower from some turn on slows what is alone as it slows what is beside another."""
-    num_lanes, num_in_turn = len(ONCE_MS), len(ONCE_MS) + len(KNOWN) // 2
-    first_turn = 3 * num_lanes
-
-    def turn(run: int) -> int:
-        return (run - first_turn) // num_in_turn
-
-    # All of a turn, one run of it, and all turns from the second on; and the first of a lane are slow.
-    ways = [
-        *(lambda run, at=at: 3.0 if turn(run) == at else 1.0 for at in range(3)),
-        *(lambda run, at=at: 3.0 if run == first_turn + at else 1.0 for at in range(3 * num_in_turn)),
-        lambda run: 3.0 if turn(run) >= 1 else 1.0,
-        lambda run: 100.0 if run < num_lanes else 1.0,
-        lambda run: 100.0 if num_lanes <= run < 2 * num_lanes else 1.0,
+def test_first_runs_and_a_run_that_was_disturbed_do_not_count(clock: SetClock) -> None:
+    # Of the three that count, one is always disturbed, each time by another factor; and the first of a lane are slow.
+    first = contention.REPEATS * len(ONCE_MS)
+    disturbed = [
+        lambda run, at=at: 2.0 + run if run % contention.REPEATS == at else 1.0 for at in range(contention.REPEATS)
     ]
-    undisturbed = Slowed(clock, ONCE_MS, KNOWN)
-    measured(undisturbed, clock)
-    for stretched in ways:
-        lanes = Slowed(clock, ONCE_MS, KNOWN, stretched)
-        assert measured(lanes, clock).factors == pytest.approx(KNOWN)
-        assert [run.counts for run in lanes.runs] == [run.counts for run in undisturbed.runs]
+    for stretched in (*disturbed, lambda run: 100.0 if run < first else 1.0):
+        assert measured(Slowed(clock, ONCE_MS, KNOWN, stretched), clock).factors == pytest.approx(KNOWN)
 
 
 @pytest.mark.parametrize("once_ms", [ONCE_MS, {INTER: 0.01, COMPUTE: 0.9}, {INTRA: 70.0, COMPUTE: 3.0}])
@@ -141,22 +125,13 @@ def test_both_lanes_are_busy_for_as_long_as_it_takes_and_for_about_as_long(
     lanes = Slowed(clock, once_ms, KNOWN)
     measured(lanes, clock, once_ms)
     of_pairs = [run for run in lanes.runs if len(run.counts) == 2]
-    assert len(of_pairs) == TURNS[0] * len(list(itertools.combinations(once_ms, 2)))
+    assert len(of_pairs) == contention.REPEATS * len(list(itertools.combinations(once_ms, 2)))
     for run in of_pairs:
         assert sorted(run.done) == sorted(lane for lane, count in run.counts.items() for _ in range(count))
         for lane, count in run.counts.items():
             assert count <= MOST_TASKS
-            aim_ms = max(SHORTEST_MS, *once_ms.values())
+            aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
             assert count == MOST_TASKS or abs(count * once_ms[lane] - aim_ms) <= once_ms[lane]
-
-
-@pytest.mark.parametrize(("apart_ms", "num_turns"), [(1e3, 3), (40.0, 4), (1.0, 9)])
-def test_there_are_as_many_turns_as_their_time_has_room_for(clock: SetClock, apart_ms: float, num_turns: int) -> None:
-    lanes = Slowed(clock, {INTER: 3.0, COMPUTE: 11.0}, KNOWN, apart_ms=apart_ms)
-    assert measured(lanes, clock, dict.fromkeys((INTER, COMPUTE))).factors == pytest.approx(
-        {pair: KNOWN[pair] for pair in itertools.permutations((INTER, COMPUTE))}
-    )
-    assert sum(len(run.counts) == 2 for run in lanes.runs) == num_turns
 
 
 def test_what_is_done_is_made_ready_once_and_one_lane_alone_is_slowed_by_nobody(clock: SetClock) -> None:

@@ -7,10 +7,8 @@ Everything that is measured, is measured by it: layers, clusters, micro-ops and 
 from __future__ import annotations
 
 import itertools
-import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -281,10 +279,7 @@ def empty_task_ms(watch: Stopwatch, what: str, lanes: Lanes, schedule: Schedule,
 # lanes that wait for it would seem to slow each other down, by as much as they share it.
 
 
-TURNS = 3, 9
-"""The fewest and the most turns, each of every lane alone and every pair: what drifts is the same for all of a turn."""
-TURNS_S = 0.5
-"""The time limit for turns within these bounds."""
+REPEATS = 3
 SHORTEST_MS = 20.0
 """The least time that a lane is kept busy, so that its start does not matter."""
 MOST_TASKS = 64
@@ -311,45 +306,46 @@ def slowdowns(watch: Stopwatch, lanes: Lanes, work: Mapping[Lane, PrepareOnLane]
     bodies: dict[Lane, Callable[[], object]] = {}
     with raise_on_all_ranks(watch.group, f"making ready to measure {what}"):
         bodies = {lane: prepare() for lane, prepare in work.items()}
-    if len(bodies) < 2:
-        return Slowdowns({})
-    calls = {lane.value: _calling(body) for lane, body in bodies.items()}
     recorder = Recorder(watch.device, watch.host)
+    last_issue_ms = 0.0
 
-    def issued_ms(schedule: Schedule) -> float:
-        """Return what it takes the host to issue it ahead; 0 on a CPU."""
-        run = partial(lanes.run, schedule, calls, what, recorder)
-        return watch.issued_in_ms(what, run) if watch.issues_ahead else 0.0
+    def busy_ms(counts: Mapping[Lane, int]) -> list[float]:
+        """Return lane -> when it finished on the slowest rank, the median over repeats."""
+        schedule = _concurrent_tasks(counts)
+        calls = {lane.value: _calling(bodies[lane]) for lane in counts}
 
-    def turns_ms(schedules: Mapping[Schedule, float], num_turns: int) -> list[list[float]]:
-        """Return, turn by turn, when each lane of each schedule finished on the slowest rank."""
-        turns: list[list[float]] = [[] for _ in range(num_turns)]
-        for finished_ms, (schedule, issue_ms) in itertools.product(turns, schedules.items()):
+        def run() -> None:
+            lanes.run(schedule, calls, what, recorder)
+
+        nonlocal last_issue_ms
+        if watch.issues_ahead:
+            last_issue_ms = watch.issued_in_ms(what, run)
+        runs = []
+        for _ in range(REPEATS):
             with raise_on_all_ranks(watch.group, f"measuring {what}"):
                 if watch.issues_ahead:
-                    watch.hold_back(pause_ms(issue_ms), meets=True, group=watch.group)
-                lanes.run(schedule, calls, what, recorder)
+                    watch.hold_back(pause_ms(last_issue_ms), meets=True, group=watch.group)
+                run()
                 spans = recorder.timeline(schedule).spans
-            used = dict.fromkeys(task.lane for task in schedule.tasks)
-            finished_ms += [max(each.end_ms for each in spans if each.task.lane is lane) for lane in used]
-        return watch.slowest(turns)
+            runs.append([max(each.end_ms for each in spans if each.task.lane is lane) for lane in counts])
+        return torch.tensor(watch.slowest(runs)).median(dim=0).values.tolist()
 
-    single = [_concurrent_tasks({lane: 1}) for lane in bodies]
-    turns_ms({each: issued_ms(each) for each in single}, 1)  # warm up
-    issue_ms = [issued_ms(each) for each in single]
-    twice_ms = turns_ms(dict(zip(single, issue_ms, strict=True)), 2)
-    # Of two turns the one in which no rank was disturbed counts.
-    least_ms = [max(1e-3, min(each)) for each in zip(*twice_ms, strict=True)]
-    counts = _counts(dict(zip(bodies, least_ms, strict=True)), watch.slowest([issue_ms])[0])
-    pairs = list(itertools.combinations(bodies, 2))
-    together = *((lane,) for lane in bodies), *pairs
-    asked = [_concurrent_tasks({lane: counts[lane] for lane in each}) for each in together]
-    schedules = {each: issued_ms(each) for each in asked}
-    start_s = watch.host.perf_counter()
-    found_ms = turns_ms(schedules, 1)
-    turn_s = watch.slowest([[watch.host.perf_counter() - start_s]])[0][0]
-    found_ms += turns_ms(schedules, min(TURNS[1], max(TURNS[0], int(TURNS_S / max(1e-6, turn_s)))) - 1)
-    return Slowdowns(_factors(list(bodies), pairs, found_ms))
+    if len(bodies) < 2:
+        return Slowdowns({})
+    for lane in bodies:  # warm up
+        busy_ms({lane: 1})
+    once_ms, issue_ms = {}, []
+    for lane in bodies:
+        once_ms[lane] = max(1e-3, busy_ms({lane: 1})[0])
+        issue_ms.append(last_issue_ms)
+    counts = _counts(once_ms, watch.slowest([issue_ms])[0] if watch.issues_ahead else issue_ms)
+    alone_ms = {lane: busy_ms({lane: counts[lane]})[0] for lane in bodies}
+    factors: dict[tuple[Lane, Lane], float] = {}
+    for a, b in itertools.combinations(bodies, 2):
+        a_ms, b_ms = busy_ms({a: counts[a], b: counts[b]})
+        factors[a, b] = _slowdown(alone_ms[a], a_ms, b_ms)
+        factors[b, a] = _slowdown(alone_ms[b], b_ms, a_ms)
+    return Slowdowns(factors)
 
 
 def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[Lane, int]:
@@ -359,7 +355,7 @@ def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[La
         once_ms: what a task of the lane takes; the same on every rank, as is the result.
         issue_ms: of each lane, what it takes the host to issue one ahead.
     """
-    aim_ms = max(SHORTEST_MS, *once_ms.values())
+    aim_ms = max(SHORTEST_MS, 2 * max(once_ms.values()))
     most = [MOST_TASKS if not each_ms else min(MOST_TASKS, int(MOST_ISSUED_MS / each_ms)) for each_ms in issue_ms]
     return {
         lane: max(1, min(most_of_lane, round(aim_ms / once_ms[lane])))
@@ -367,28 +363,12 @@ def _counts(once_ms: Mapping[Lane, float], issue_ms: Sequence[float]) -> dict[La
     }
 
 
-def _factors(
-    lanes: Sequence[Lane], pairs: Sequence[tuple[Lane, Lane]], turns_ms: Sequence[Sequence[float]]
-) -> dict[tuple[Lane, Lane], float]:
-    """Return the slowdowns, medians over turns, from when each lane finished alone, and then both of each pair."""
-    found: dict[tuple[Lane, Lane], list[float]] = {}
-    for turn_ms in turns_ms:
-        alone_ms = dict(zip(lanes, turn_ms[: len(lanes)], strict=True))
-        for index, (a, b) in enumerate(pairs):
-            a_ms, b_ms = turn_ms[len(lanes) + 2 * index :][:2]
-            found.setdefault((a, b), []).append(_slowdown(alone_ms[a], a_ms, b_ms))
-            found.setdefault((b, a), []).append(_slowdown(alone_ms[b], b_ms, a_ms))
-    medians = {pair: statistics.median(each) for pair, each in found.items()}
-    return {pair: each if 1.0 < each < math.inf else 1.0 for pair, each in medians.items()}
-
-
 def _slowdown(alone_ms: float, together_ms: float, other_ms: float) -> float:
-    """Compute the slowdown from when a lane finished alone and together; it only slows while the other is busy.
-    Infinite: it was through too late to have done anything by then."""
+    """Compute the slowdown from when a lane finished alone and together; it only slows while the other is busy."""
     beside_ms = min(together_ms, other_ms)
     # What was left of it when the other was through ran at full speed.
     done_beside_ms = alone_ms - (together_ms - beside_ms)
-    return beside_ms / done_beside_ms if done_beside_ms > 0 else math.inf
+    return max(1.0, beside_ms / done_beside_ms) if done_beside_ms > 0 else 1.0
 
 
 def _concurrent_tasks(counts: Mapping[Lane, int]) -> Schedule:
