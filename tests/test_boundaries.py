@@ -140,7 +140,7 @@ STATEMENTS: dict[str, int] = {
     "placement": 676,
     "planning": 5236,
     "routes": 471,
-    "telemetry": 886,
+    "telemetry": 893,
     "terminal": 208,
     "tuning": 2204,
     "two_batch": 640,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,3 +156,20 @@ def test_a_job_ends_so_many_steps_after_plans_are_settled_or_at_its_bound(settle
     with pytest.raises(SystemExit):
         rows_of(log, engine, 10)
     assert engine.global_steps == ends_at
+
+
+def test_a_job_that_is_ended_ends_its_process_groups_behind_all_that_its_script_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("ds_fsmoe.telemetry.record.atexit.register", at_exit.append)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    engine = Engine(0)
+    log = StepLog(engine, None, 100, 2)
+    with pytest.raises(SystemExit):
+        rows_of(log, engine, 10)
+    assert dist.is_initialized()
+    (end,) = at_exit
+    for _ in range(2):  # the script may have ended them itself
+        end()
+        assert not dist.is_initialized()

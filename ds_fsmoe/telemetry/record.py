@@ -8,6 +8,7 @@ from stamp to stamp: the host's clock on a CPU, events on CUDA, which are read w
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.components.gate import in_backward
@@ -42,6 +44,13 @@ PARTS = {"forward": "forward_ms", "backward": "backward_ms", "step": "optimizer_
 """Maps an engine's method -> its line's name for the time in it, over all micro batches of a step."""
 ON_DEVICE, OF_PROCESS = "allocated on the device", "resident in the process"
 """What is said of memory, by the kind of device."""
+
+
+def end_process_groups() -> None:
+    """End the process groups, if a script that was stopped has not: with those of gloo a process may abort at its exit
+    (https://github.com/pytorch/pytorch/issues/190489)."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class TokenCount:
@@ -197,6 +206,8 @@ class StepLog:
                 self.at_stop()
                 if self._file is not None:
                     logger.info("fsmoe.record.%s = %d: the job ends here", name, most)
+                # Behind all that the script does at its end, for which it may need them.
+                atexit.register(end_process_groups)
                 raise SystemExit(0)
 
     def _facts(self) -> dict[str, Any]:
