@@ -206,7 +206,7 @@ class StepLog:
                 self.at_stop()
                 if self._file is not None:
                     logger.info("fsmoe.record.%s = %d: the job ends here", name, most)
-                # Behind all that the script does at its end, for which it may need them.
+                # At the exit, not here: what the script does on its way there may need them.
                 atexit.register(end_process_groups)
                 raise SystemExit(0)
 
