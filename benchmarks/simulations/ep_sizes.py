@@ -121,7 +121,11 @@ def job_of(case: str, day: str = "") -> ExpertJob:
     swept = [row for row in rows("whole_sweep.csv") if row["case"] == own and row["variant"] == STOCK]
     fastest = min(swept, key=lambda row: float(row["ms"]))
     # At ZeRO 3 what is not told apart has the waits for parameters in it.
-    alike = [each for each in _cases() if {**_settings(each), "stages": 0} == {**settings, "stages": 0}]
+    alike = [
+        each
+        for each in _cases()
+        if {**_settings(each), "stages": 0} == {**settings, "stages": 0} and _hardware(each) == _hardware(case)
+    ]
     rest_ms = sum(min(_operation_ms(each, name, day) for each in alike) for name in _FIXED)
     return ExpertJob(
         (shape,) * layers,
@@ -137,9 +141,8 @@ def job_of(case: str, day: str = "") -> ExpertJob:
 
 def bed_of(case: str, day: str = "") -> Cluster:
     """Return the bed on which a model was measured on a day. A link carries what all ranks of a node send over it."""
-    hardware = next(row["hardware"] for row in rows("whole.csv") if row["case"] == case)
     nodes, per_node, *rates = map(
-        int, re.findall(r"(\d+) nodes x (\d+) ranks, (\d+)mbit between, (\d+)mbit inside", hardware)[0]
+        int, re.findall(r"(\d+) nodes x (\d+) ranks, (\d+)mbit between, (\d+)mbit inside", _hardware(case))[0]
     )
     operations = {
         f"{link}.{name}": Operation(
@@ -148,16 +151,15 @@ def bed_of(case: str, day: str = "") -> Cluster:
         for link, mbit in zip(LINKS, rates, strict=True)
         for name in COLLECTIVES
     }
-    operations["gemm"] = Operation(_products(day))
+    operations["gemm"] = Operation(_products(day, layout := f"{nodes} nodes x {per_node} ranks"))
     # What they take is in what no size changes.
     free = dict.fromkeys(("attention", "softmax", "routing", "order"), Operation(LinearCost(0.0, 0.0)))
-    return Cluster("bed", nodes, per_node, operations | free, _contention(nodes, per_node))
+    return Cluster("bed", nodes, per_node, operations | free, _contention(layout))
 
 
 @cache
-def _contention(nodes: int, per_node: int) -> Contention:
+def _contention(layout: str) -> Contention:
     """Return how much lanes slow each other down, as the autotuner has measured it in jobs on such a bed."""
-    layout = f"{nodes} nodes x {per_node} ranks"
     of_jobs = [row for row in rows("whole_slowdowns.csv") if layout in row["hardware"]]
     shares = {field.name: [float(row[field.name]) for row in of_jobs] for field in fields(Contention)}
     return Contention(**{name: median(of_name) for name, of_name in shares.items()})
@@ -233,6 +235,11 @@ def _settings(case: str) -> dict:
     return json.loads(next(row["settings"] for row in rows("whole.csv") if row["case"] == case))
 
 
+@cache
+def _hardware(case: str) -> str:
+    return next(row["hardware"] for row in rows("whole.csv") if row["case"] == case)
+
+
 def _operation_ms(case: str, name: str, day: str) -> float:
     """Return what an operation takes in stock's step, on a day if it was measured then: the machine is not the same
     every day."""
@@ -252,13 +259,11 @@ def _start_ms() -> float:
 
 
 @cache
-def _products(day: str) -> LinearCost:
+def _products(day: str, layout: str) -> LinearCost:
     """Return what products of experts take, by the number of products and of operations in stock's steps of a day."""
     counted, times_ms = [], []
-    for case in _cases():
+    for case in _cases_of(day, layout):
         settings = _settings(case)
-        if settings["family"] == "gpt" or 0 not in settings["stages"]:
-            continue
         shape = shape_of(settings)
         # The backward has two products for each of the forward.
         times = 3 * settings["layers"] * settings["micro_batches"] * GEMMS[shape.ffn]
@@ -267,6 +272,17 @@ def _products(day: str) -> LinearCost:
     scale = np.max(counted, axis=0)
     alpha, beta = nnls(np.array(counted) / scale, np.array(times_ms))[0] / scale
     return LinearCost(float(alpha), float(beta))
+
+
+def _cases_of(day: str, layout: str) -> list[str]:
+    """Return the models whose stock has experts that ZeRO leaves whole, as far as they were measured on a day on such a
+    bed. A line needs two of them: otherwise they are those of all days and beds."""
+    fitting = [each for each in _cases() if _settings(each)["family"] != "gpt" and 0 in _settings(each)["stages"]]
+    of_day = {
+        row["case"] for row in rows("whole_operations.csv") if row["date"].startswith(day) and layout in row["hardware"]
+    }
+    found = [each for each in fitting if each in of_day]
+    return found if len(found) > 1 else fitting
 
 
 def main() -> None:
