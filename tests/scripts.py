@@ -67,4 +67,6 @@ def be_script(
     return printed.read_text()
 
 
-START = pytest.mark.parametrize("start", [on_ranks, pytest.param(launch, marks=pytest.mark.slow)])
+START = pytest.mark.parametrize(
+    "start", [on_ranks, pytest.param(launch, marks=pytest.mark.daily("by the launcher", 1))]
+)

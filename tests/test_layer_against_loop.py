@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut in any number of chunks, forward and backward differently, a layer equals the loop over tokens.
+"""Whatever its sizes, cut in any number of chunks, forward and backward differently, a layer equals the loop over
+tokens.
 
 Float64 against the loop, to 1e-12; every case trains nothing and looks at every value and gradient. The same on ranks
 is in test_rows.py.
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -21,6 +23,7 @@ from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.distributed.groups import FSMoEGroups
 from tests.covering import covering
 from tests.reference import LayerSettings, moe_layer
+from tests.samples import draw
 
 M, H, S = 13, 29, 13
 AUX_FACTOR = 0.37
@@ -100,6 +103,17 @@ def loop_cases() -> list[Case]:
     ]
 
 
+def drawn_case(seed: int) -> Case:
+    """A layer of sizes that nobody chose; where they are few, slots and experts are empty."""
+    drawn = random.Random(seed)
+    num_experts, k = drawn.randint(1, 7), drawn.randint(1, 3)
+    settings = LayerSettings(
+        min(k, num_experts), drawn.choice((0.25, 0.75, 1.0, 2.0)), drawn.choice((0, 1, 4)), drawn.random() < 0.7
+    )
+    degrees, experts = (drawn.randint(1, 5), drawn.randint(1, 5)), drawn.choice(list(EXPERTS))
+    return Case(*degrees, experts, settings, drawn.randint(2, 23), num_experts=num_experts, hidden=drawn.randint(3, 11))
+
+
 CASES = [
     *loop_cases(),
     Case(1, 1, "module", LayerSettings(3, 0.6, 2, drop_policy="position"), num_experts=8),
@@ -115,6 +129,7 @@ CASES = [
             itertools.product(FORWARD, BACKWARD), itertools.cycle((DROP, NO_DROP)), itertools.cycle(EXPERTS)
         )
     ),
+    *map(drawn_case, draw("sizes of a layer", range(10_000), 16)),
 ]
 
 
