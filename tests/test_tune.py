@@ -141,6 +141,24 @@ def test_the_fastest_layout_is_written_beside_the_config_with_only_what_changed(
         assert each["fsmoe"]["trace"] == {"enabled": False, "cluster": "testbed_b"}
 
 
+def test_a_layout_that_is_predicted_to_be_clearly_behind_what_was_measured_runs_only_if_its_size_is_named(
+    tune: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The fake runs measure nothing from which a size could be predicted.
+    predicted_ms = {(2, 1): 100.0, (4, 1): 75.0, (1, 1): 110.0}
+    monkeypatch.setattr("ds_fsmoe.offline.commands.tune.predicted_ms", lambda *_: predicted_ms)
+    does = {"2": 100, "1": 90, "4": 80}
+    found = tune(does)
+    assert found.sizes == [None, 4]
+    row = next(line for line in found.out.splitlines() if line.startswith("ep_size = 1"))
+    assert "110.0" in row
+    assert "not tried: predicted to take 1.4 times as long as the fastest took; name its size to try it" in row
+    assert tune(does, "--ep-sizes", "1,4").sizes == [None, 4, 1]
+    # 1.3 times the 80 ms of the fastest are the bound, whatever the fastest was predicted to take.
+    predicted_ms[1, 1] = 103.0
+    assert tune(does).sizes == [None, 4, 1]
+
+
 def test_layouts_that_are_about_as_fast_run_again_and_no_others(tune: Any) -> None:
     found = tune({"2": "wide", "1": 300, "4": "wide"}, "--rounds", "3")
     assert found.status == 0

@@ -7,9 +7,10 @@ config with the fastest one next to yours.
 A layout is what a job cannot change while it runs: ep_size, expert_tensor_parallel_size for DeepSpeed's own layers and,
 where you allow others by --zero-stages and --micro-batch-sizes, the ZeRO stage and the micro-batch; the batch of a step
 stays. The config as it is runs first. From what it measures the others are predicted, and the --most best run, each
-with a copy of the config, until the autotuner has chosen and --steps more are over. Those whose intervals overlap the
-fastest's run again. A run that fails, needs too much memory or hangs is a line of the table. If the config is a dict
-inside the script, give the block, and start the script with --module ds_fsmoe.run:
+with a copy of the config, until the autotuner has chosen and --steps more are over. One that is predicted to take 1.3
+times as long as the fastest took runs only if you name its size. Those whose intervals overlap the fastest's run again.
+A run that fails, needs too much memory or hangs is a line of the table. If the config is a dict inside the script, give
+the block, and start the script with --module ds_fsmoe.run:
 
   ds_fsmoe tune --fsmoe '{"enabled": true}' -- deepspeed --module ds_fsmoe.run train.py
 """
@@ -32,6 +33,7 @@ from ds_fsmoe.engine.command_line import OPTION
 from ds_fsmoe.files.runs import RUN, Run, read_run
 from ds_fsmoe.files.whole_files import OF_TUNE, check_folders, write_whole
 from ds_fsmoe.offline.commands.layouts import (
+    BEHIND,
     FAR,
     MICRO_BATCH,
     AllowedSizes,
@@ -301,11 +303,19 @@ class Tuning:
             ms = known_ms.get((layout.ep_size, layout.esp_size), 0.0)
             if ms > FAR * least_ms:
                 trial.state = f"not tried: predicted to take {ms / least_ms:.1f} times as long as the fastest"
+            elif (behind := self._behind(trial)) > BEHIND and not self._asked.names(layout):
+                times = f"{behind:.1f} times as long as the fastest took"
+                trial.state = f"not tried: predicted to take {times}; name its size to try it"
             elif num_tried >= self._args.most:
                 trial.state = f"not tried: --most {self._args.most}"
             else:
                 num_tried += 1
                 self._try(trial)
+
+    def _behind(self, trial: LayoutTrial) -> float:
+        """Return how many times as long as the fastest took a layout is predicted to take; 0 if nobody knows."""
+        fastest = contenders(self.trials)[:1]
+        return sum((trial.predicted_ms or 0.0) / each.step_ms for each in fastest)
 
     def _shown_ms(self, layout: ExpertLayout, job: Job, known_ms: Mapping[tuple[int, int], float]) -> float | None:
         """Return the prediction of a layout: other ZeRO stages and micro-batches have none."""
