@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 from ds_fsmoe import cli
 from ds_fsmoe.config.accelerate import leave_block_alone, watch_block_again
 from ds_fsmoe.config.blocks import FSMoEBlock
+from ds_fsmoe.distributed.agreement import DisagreementError
 from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_ranks
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size, own_experts
@@ -165,6 +166,10 @@ def pretending(num_in_time: int = 99) -> Iterator[list[str]]:
 
 def measured(rank: int, world_size: int) -> dict[str, Any]:
     """Sizes by links that are measured at that moment, and where something is not known."""
+    from transformers import AutoModelForCausalLM
+
+    import ds_fsmoe
+
     said = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(said)
     found: dict[str, Any] = {}
@@ -193,6 +198,9 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
         own(Stopwatch(torch.device("cpu")), few, torch.float32)
     with patch.object(predicted_ep_size, "measure_links", fails_on_one_rank):
         found["failed"] = sizes_of(config_with(1))
+    with pytest.raises(DisagreementError) as told, ds_fsmoe.own_experts(config_with(1, deterministic=rank == 1)):
+        AutoModelForCausalLM.from_config(config_of("olmoe"))
+    found["told"] = str(told.value)
     found["warned of"] = sentences()
     return found
 
@@ -227,6 +235,7 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
         assert {f"{link}.{name}" for link in LINKS for name in COLLECTIVES} | {"gemm"} <= set(found["timed"])
         failed = "2, the largest inside a node: rank 1 failed while measuring links: OSError: no link"
         assert found["failed"] == ({2}, failed)
+        assert "fsmoe.deterministic: ranks 0, 2-3: 'False'; rank 1: 'True'" in found["told"]
         assert found["unknown"] == ({2}, '2, the largest inside a node: set "sequence_length" to have it chosen')
         assert found["more"] == 0
         sizes, is_as_by_hand, lines = found["learns"]
@@ -265,15 +274,16 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
     fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(4, 2))
     file = MeasurementCache(tmp_path).file_of(fingerprint)
     write_measurements(file, fingerprint, Measurements(), links(FAST, FAST))
-    for length, size in LENGTHS.items():
+    # In one chunk no rows travel beside gradients.
+    for length, size, in_one_chunk in ((1, 4, 4), (128, 2, 1), (4096, 1, 1)):
         named = {"sequence_length": length} | on_links(tmp_path)
         made, cached = choice(named | {"deterministic": True}), named | {"autotune": {"cache_dir": str(tmp_path)}}
-        assert made.choose() == size
+        assert made.choose() == in_one_chunk
         # A second one takes what is noted, and needs nothing of the first.
-        assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == size
-        wanted = f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of "
-        assert choice_of(made.modules).reason.startswith(wanted)
-        assert chosen(cached)[1].startswith(f"{wanted}mine")
+        assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == in_one_chunk
+        wanted = f" of 1, 2, 4 for {length} tokens a micro-batch on the links of mine"
+        assert choice_of(made.modules).reason.startswith(f"{in_one_chunk}{wanted}")
+        assert chosen(cached)[1].startswith(f"{size}{wanted}")
         # A model that has been given back knows nothing of it.
         forget_ep_size(made.modules)
         assert not any(name.startswith("fsmoe") for each in made.modules for name in vars(each))
@@ -287,15 +297,30 @@ def test_it_is_the_planners_choice_among_all_sizes() -> None:
         assert learned_of(found, length) == learned_of(of_all, length)
 
 
-def test_without_overlap_it_is_that_of_deepspeeds_order() -> None:
-    block: dict[str, Any]
-    of_blocks = []
-    for block in ({}, {"overlap": False}, {"schedule": "deepspeed", "gradient_partition": {"mode": "adaptive"}}):
-        found = choice(block)._predictor(512).planned(links(SLOW, FAST), usual=2)
-        of_blocks.append([each.step_ms for each in found])
-    overlapped, one_by_one, in_deepspeeds_order = of_blocks
-    assert one_by_one == in_deepspeeds_order
-    assert sum(overlapped) < sum(one_by_one)
+def test_without_overlap_or_chunks_it_is_that_of_deepspeeds_order() -> None:
+    def steps_ms(block: dict[str, Any]) -> list[float]:
+        return [each.step_ms for each in choice(block)._predictor(512).planned(links(SLOW, FAST), usual=2)]
+
+    in_deepspeeds_order = steps_ms({"schedule": "deepspeed", "gradient_partition": {"mode": "adaptive"}})
+    for block in ({"overlap": False}, {"autotune": False}, {"num_chunks": 1}, {"deterministic": True}):
+        assert steps_ms(block) == in_deepspeeds_order
+    assert sum(steps_ms({})) < sum(in_deepspeeds_order)
+
+
+def test_it_is_that_of_the_all_to_all_and_the_sums_of_gradients_that_are_asked_for() -> None:
+    def planned(block: dict[str, Any], stage: int = 1) -> list[EpSize]:
+        config = ds_config(stage) | {"gradient_accumulation_steps": 4}
+        return choice(block, ds_config=config)._predictor(512).planned(links(SLOW, FAST), usual=4)
+
+    for name, wanted in (("flat", "flat"), ("2dh", "2dh"), ("node_deduplicated", "node_deduplicated"), ("1dh", "flat")):
+        # Inside a node there is one way.
+        assert {each.ep: each.alltoall for each in planned({"alltoall": name})} == {1: "flat", 2: "flat", 4: wanted}
+    once = {"gradient_partition": {"accumulate": "before_sum"}}
+    each_time, at_stage_1 = planned({}, stage=2), planned({}, stage=1)
+    assert planned(once, stage=2) == at_stage_1
+    assert sum(each.step_ms for each in each_time) > 1.1 * sum(each.step_ms for each in at_stage_1)
+    behind = planned({"gradient_partition": {"mode": "off"}})
+    assert sum(each.step_ms for each in behind) > sum(each.step_ms for each in at_stage_1)
 
 
 def test_what_a_choice_is_made_from_is_the_model_and_the_config() -> None:
@@ -412,6 +437,21 @@ def test_a_batch_is_that_of_the_first_rank_and_one_that_is_not_known_makes_no_us
     predictor = choice_of(made.modules).predictor
     assert predictor is not None
     assert {(each.B, predictor.job.micro_batches) for each in predictor.job.shapes} == {(3, 1)}
+
+
+def test_what_a_trainer_writes_after_the_choice_counts_for_the_next_start_and_the_job_is_found_without_it(
+    asked: list[int],
+) -> None:
+    unknown = {name: value for name, value in ds_config(1).items() if name not in auto_ep_size._BATCH}
+    written = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 16}
+    made = choice({}, ds_config=unknown)
+    made.choose()
+    running = SimpleNamespace(block=made.block, instruments=[])
+    watched = watched_lengths(made.modules, unknown | written, 2, "L00", running)
+    run_steps(watched, 10, 4096)
+    job = watched._predictor.job
+    assert ({(each.B, each.L) for each in job.shapes}, job.micro_batches, asked) == ({(8, 512)}, 16, [4096])
+    assert "for 4096 tokens a micro-batch on what the last run saw" in chosen({}, ds_config=unknown)[1]
 
 
 def test_numbers_that_accelerate_writes_until_the_loader_is_known_are_no_batch() -> None:
@@ -611,3 +651,22 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
     assert line.endswith('times as fast as 2; set "sequence_length": 4192 and restart from a checkpoint to have it')
     # What the config has is not remembered.
     assert list(learned_batches.all_files()) == []
+
+
+def test_a_length_that_is_exceeded_is_said_once_also_where_no_size_can_be_predicted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MeasuringError("no link")
+
+    monkeypatch.setattr(EpSizePredictor, "predicted", fails)
+    run_steps(lengths(128, is_given=True), 2000, 140)
+    (line,) = (each.message for each in caplog.records)
+    seen = 'micro-batches have 140 tokens on average, 140 at the most, not 128 ("sequence_length": 128)'
+    assert line == f"ep_size: {seen}, and no size is predicted for them: no link"
+
+
+def test_a_remembered_size_that_does_not_fit_is_ignored_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    choice({})._predictor(1).keep(learned_batches.LearnedBatches(4096, 3))
+    assert choice({}).choose() == 2
+    assert "what the last run has learned is ignored: its ep_size = 3 is none of 1, 2, 4" in caplog.text

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -26,11 +26,12 @@ from ds_fsmoe.layer.runtime import LayerRuntime
 from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size
 from ds_fsmoe.planning.decide.plan import mode_of
-from ds_fsmoe.planning.workload import CHOICES, Shape
+from ds_fsmoe.planning.workload import CHOICES, AllToAll, Shape
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
-from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps
+from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps, settled
 
 _BATCH = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+_SHARED = "use_data_before_expert_parallelism"
 _NOTE = "fsmoe_ep_size_choice"
 """The attribute of a module of experts with the :class:`NotedChoice` of its ``ep_size``."""
 
@@ -80,10 +81,13 @@ class AutoEpSize:
             return noted
         if len(self.fitting) == 1:
             return self._note(self.cautious)
+        if self.has_stages:  # of which some may have no experts
+            return self._usual("none is chosen with pipeline stages")
+        # Ranks with other blocks or batches would take part in other collectives, and wait for each other for ever.
+        facts = facts_of_config(self.block.alike()) | {_SHARED: str(self.ds_config.get(_SHARED, False))}
+        check_agreement(facts, what="the config")
         if obstacle := self._obstacle():
             return self._usual(obstacle)
-        # Ranks with other blocks or batches would take part in other collectives, and wait for each other for ever.
-        check_agreement(facts_of_config(self.block.alike()), what="the config")
         batch = from_first_rank({name: self.ds_config.get(name) for name in _BATCH})
         return replace(self, ds_config={**self.ds_config, **batch})._choose()
 
@@ -102,7 +106,11 @@ class AutoEpSize:
                 unfit = "" if choice.best.fits else "; no size is predicted to fit into memory"
             else:
                 learned, source = predictor.learned(), "what the last run saw"
-                if learned is None or learned.ep_size not in self.fitting:
+                if learned is not None and learned.ep_size not in self.fitting:
+                    words = f"its ep_size = {learned.ep_size} is none of {', '.join(map(str, self.fitting))}"
+                    log_on_rank_0(f"ep_size: what the last run has learned is ignored: {words}", logging.WARNING)
+                    learned = None
+                if learned is None:
                     # What nothing may be kept of is not promised either.
                     return self._usual(
                         f'set "{lacking}" to have it chosen', None if self.block.deterministic else predictor
@@ -130,13 +138,10 @@ class AutoEpSize:
         """Return why sizes cannot be predicted for this job; "" if they can."""
         world, per_node = self.topology.world_size, self.topology.ranks_per_node
         obstacles = {
-            "none is chosen with pipeline stages": self.has_stages,
             "none is chosen with expert_tensor_parallel_size": self.block.esp_size > 1,
             # Without training there are no gradients to send.
             "none is chosen for frozen experts": _has_frozen(self.modules),
-            "none is chosen with use_data_before_expert_parallelism": bool(
-                self.ds_config.get("use_data_before_expert_parallelism", False)
-            ),
+            f"none is chosen with {_SHARED}": bool(self.ds_config.get(_SHARED, False)),
             "none is chosen unless ranks are numbered node by node, and nodes have equally many": world % per_node != 0
             or self.topology != topology_of_size(world, per_node),
             "with deterministic one is chosen if trace.cluster names the links": self.block.deterministic
@@ -171,21 +176,26 @@ class AutoEpSize:
                     dtype_bytes=sizes.dtype.itemsize,
                 )
             )
-        zero, asked = self.ds_config.get("zero_optimization") or {}, self.block.gradient_partition
+        block, _ = settled(self.block, self.ds_config, world)
+        zero, asked = self.ds_config.get("zero_optimization") or {}, block.gradient_partition
+        stage, mode = zero.get("stage", 0), mode_of(block.schedule, asked.mode)
         numel = sum(numel_of(each) for each in self.model.parameters())
         job = ExpertJob(
             tuple(shapes),
             world,
             self.topology.ranks_per_node,
             numel - sum(numel_of(each) for module in self.modules for each in module.parameters()),
-            zero=zero.get("stage", 0),
+            # Sums once a step are those of stage 1, and so is the memory for them.
+            zero=1 if stage == 2 and asked.accumulate == "before_sum" else stage,
             micro_batches=micro_batches,
             overlap_comm=zero.get("overlap_comm") is not False,
-            sums_in_slices=mode_of(self.block.schedule, asked.mode) != "off" and asked.levels != 1,
+            sums_in_slices=mode != "off" and asked.levels != 1,
+            has_windows=mode != "off",
+            alltoall=_asked_alltoall(block),
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype
         optimizer_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes)
-        return EpSizePredictor(self.block, job, self.topology, self.device, dtype, optimizer_bytes)
+        return EpSizePredictor(block, job, self.topology, self.device, dtype, optimizer_bytes)
 
 
 def choice_of(modules: Iterable[nn.Module]) -> NotedChoice:
@@ -216,7 +226,10 @@ def watched_lengths(
             words = "was chosen as if all parameters of experts were trained, and some are frozen"
             log_on_rank_0(f'ep_size = {ep_size} {words}; set "ep_size" if another is faster', logging.WARNING)
         return None
-    found = BatchLengths(choice.predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
+    # At the start the trainer may not have written the batch yet.
+    samples, micro_batches = _batch(ds_config, choice.predictor.job.world)
+    predictor = choice.predictor.for_batch(samples or 1, micro_batches)
+    found = BatchLengths(predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
     running.instruments.append(found.watch)
     return found
 
@@ -231,6 +244,14 @@ def forget_ep_size(modules: Iterable[nn.Module]) -> None:
 def _has_frozen(modules: Iterable[nn.Module]) -> bool:
     """Return True if a parameter of these modules is not trained."""
     return not all(each.requires_grad for module in modules for each in module.parameters())
+
+
+def _asked_alltoall(block: FSMoEBlock) -> AllToAll | None:
+    """Return the all-to-all that layers will have; ``None``: the one that is measured to be the fastest. For the
+    planner those that it does not know are flat."""
+    if block.alltoall == "auto":
+        return None if block.autotune.enabled else "flat"
+    return next((each for each in get_args(AllToAll) if each == block.alltoall), "flat")
 
 
 def _is_count(value: Any) -> bool:

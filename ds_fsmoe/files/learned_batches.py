@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from ds_fsmoe.files.whole_files import write_whole
-from ds_fsmoe.untrusted import read_json
+from ds_fsmoe.untrusted import MOST_POSITIONS, read_json
 
 _FORMAT = 1
 """The version of these files; one with another number is from another version of the package."""
-
-_MOST = 2**31
 
 Job = Mapping[str, Any]
 """What the numbers hold for, in JSON's types: shapes, ranks, hosts, ZeRO stage and batch."""
@@ -106,8 +104,8 @@ def read_learned(path: Path) -> tuple[dict[str, Any], LearnedBatches]:
         job, learned = data["job"], LearnedBatches(**data["learned"])
         costs = learned.runner_up_costs
         counts = [learned.tokens, learned.ep_size, *([] if learned.runner_up is None else [learned.runner_up])]
-        if not isinstance(job, dict) or not all(type(each) is int and 0 < each < _MOST for each in counts):
-            raise UselessLearnedError(f"{path}: must have a job and counts of 1 to {_MOST - 1}, not {counts}")
+        if not isinstance(job, dict) or not all(type(each) is int and 0 < each <= MOST_POSITIONS for each in counts):
+            raise UselessLearnedError(f"{path}: must have a job and counts of 1 to {MOST_POSITIONS}, not {counts}")
         is_number = type(costs) in (int, float) and 0 < costs < float("inf")
         if (costs is None) != (learned.runner_up is None) or not (costs is None or is_number):
             raise UselessLearnedError(f"{path}: runner_up_costs = {costs!r}: must be a number above 0")

@@ -224,13 +224,16 @@ def planned_links(block: FSMoEBlock) -> Links:
 
 def block_of(groups: FSMoEGroups) -> RowBlock:
     """Return the ranks that share the experts of a layer, for the exchange of counts."""
-    if groups.block_group is None:
+    group, ranks, layout = groups.block_group, groups.ranks_of("blocks"), groups.layout
+    if layout.tensor_parallel_experts and groups.capacity_group is not None:
+        # Experts that split themselves gather rows of tensor-parallel ranks, each of which is in a block of its own.
+        group, ranks = groups.capacity_group, tuple(dist.get_process_group_ranks(groups.capacity_group))
+    if group is None:
         return ALONE
-    ranks, layout = groups.ranks_of("blocks"), groups.layout
     places = tuple(
         (layout.group_of("ep", each).index(each), layout.group_of("esp", each).index(each)) for each in ranks
     )
-    return RowBlock(groups.block_group, places, ranks.index(groups.rank))
+    return RowBlock(group, places, ranks.index(groups.rank))
 
 
 class LayerRuntime:

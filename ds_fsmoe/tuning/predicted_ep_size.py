@@ -41,7 +41,7 @@ from ds_fsmoe.planning.decide.ep_size import (
 )
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.tuning.when import STEPS_BEFORE
+from ds_fsmoe.tuning.when import STEPS_BEFORE, runs_whole
 
 OFF = 0.2
 """The share by which tokens of a micro-batch may differ from what was assumed before sizes are predicted again."""
@@ -65,6 +65,13 @@ class EpSizePredictor:
     """The type in which experts compute."""
     optimizer_bytes: float | None
     """The optimizer's bytes per element; ``None``: the host has a part of them."""
+    at_start: ExpertJob | None = None
+    """The job as it was known at the start, by which the next start finds what is kept; ``None``: ``job``."""
+
+    @property
+    def schedule(self) -> str:
+        """Return the schedule that is planned. In one chunk or without overlap it is DeepSpeed's order."""
+        return self.block.schedule if self.block.overlap and not runs_whole(self.block) else "deepspeed"
 
     @property
     def tokens(self) -> int:
@@ -75,6 +82,12 @@ class EpSizePredictor:
         """Return predictions of the same job whose micro-batches have about so many tokens."""
         shapes = tuple(replace(each, L=max(1, round(tokens / each.B))) for each in self.job.shapes)
         return replace(self, job=replace(self.job, shapes=shapes))
+
+    def for_batch(self, samples: int, micro_batches: int) -> EpSizePredictor:
+        """Return predictions of the same job with micro-batches of as many tokens in so many samples."""
+        tokens, shapes = self.tokens, tuple(replace(each, B=samples) for each in self.job.shapes)
+        job = replace(self.job, shapes=shapes, micro_batches=micro_batches)
+        return replace(self, job=job, at_start=self.at_start or self.job).for_tokens(tokens)
 
     def predicted(self, usual: int | None = None, used_bytes: float = 0.0) -> tuple[list[EpSize], str]:
         """Return what is predicted of the likely sizes, ascending, and what costs of links it is from; the same on
@@ -121,9 +134,7 @@ class EpSizePredictor:
             is_larger = not used_bytes and states[groups.ep] > of_usual
             return states[groups.ep] / (_STATES if is_larger else 1) + others
 
-        # Without overlap no schedule gains anything over DeepSpeed's.
-        schedule = self.block.schedule if self.block.overlap else "deepspeed"
-        return likely_ep_sizes(self.job, cluster, schedule, memory_of, most_bytes, usual)
+        return likely_ep_sizes(self.job, cluster, self.schedule, memory_of, most_bytes, usual)
 
     def _most_bytes(self) -> float | None:
         """Return the memory of the device; ``None``: it is the host's."""
@@ -160,7 +171,7 @@ class EpSizePredictor:
 
     def _key(self) -> dict[str, Any]:
         """Return what a job is known by: all but the length of its samples."""
-        job = self.job
+        job = self.at_start or self.job
         layers = Counter(replace(each, L=1) for each in job.shapes)
         return {
             "layers": [{"count": count, **asdict(shape)} for shape, count in layers.items()],
@@ -171,7 +182,9 @@ class EpSizePredictor:
             "zero": job.zero,
             "samples": job.shapes[0].B,
             "micro_batches": job.micro_batches,
-            "schedule": self.block.schedule if self.block.overlap else "deepspeed",
+            "schedule": self.schedule,
+            "alltoall": job.alltoall,
+            "windows": job.has_windows,
             # A size that fits one device or optimizer need not fit another.
             "device": self.device.type,
             "memory": self._most_bytes(),
@@ -192,6 +205,10 @@ class EpSizePredictor:
                 cache = MeasurementCache(Path(block.autotune.cache_dir or ""))
                 if cache.read(fingerprint) is not None:
                     cluster, source = load_cluster(str(cache.file_of(fingerprint))), "links measured before"
+                    # Products of a job with another type have another rate.
+                    other = {*map(_name_of, (torch.float32, torch.bfloat16, torch.float16))} - {_name_of(self.dtype)}
+                    if any(f", {each};" in cluster.source for each in other):
+                        cluster, source = None, ""
             if rank_now() == 0 and block.trace.cluster is not None:
                 cluster = load_cluster(block.trace.cluster)
                 source = f"the links of {cluster.name}"
@@ -199,6 +216,10 @@ class EpSizePredictor:
 
     def _max_ctas(self) -> int | None:
         return None if self.block.max_ctas == "auto" else self.block.max_ctas
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _cluster_of(operations: Mapping[str, Operation], contention: Contention, topology: Topology) -> Cluster:
@@ -292,8 +313,9 @@ class BatchLengths:
         try:
             sizes, _ = predictor.predicted(self._ep_size, used_bytes)
         except MeasuringError as error:
-            log_on_rank_0(f"ep_size: no size is predicted for batches as they are: {error}", logging.WARNING)
-            self._is_known, self._predictor = True, predictor
+            line = f"ep_size: {self._seen(round(mean), most)}, and no size is predicted for them: {error}"
+            log_on_rank_0(line, logging.WARNING)
+            self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
             return
         choice = choose_ep_size(sizes, self._ep_size)
         self._log(choice, sizes, round(mean), most, is_longer)
@@ -301,16 +323,20 @@ class BatchLengths:
             predictor.keep(learned_of(choice, round(mean)))
         self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
 
+    def _seen(self, mean: int, most: int) -> str:
+        words = f"micro-batches have {mean} tokens on average"
+        if self._is_given:
+            asked = self._at_start // self._predictor.job.shapes[0].B
+            words += f', {most} at the most, not {self._at_start} ("sequence_length": {asked})'
+        return words
+
     def _log(self, choice: EpChoice, sizes: Sequence[EpSize], mean: int, most: int, is_longer: bool) -> None:
         best, samples = choice.best, self._predictor.job.shapes[0].B
         now_ms = next((each.step_ms for each in sizes if each.ep == self._ep_size), math.nan)
         ratio = now_ms / best.step_ms if best.step_ms else math.nan
         gain = "the best size" if math.isnan(ratio) else f"{ratio:.2f} times as fast as {self._ep_size}"
         # Longer ones than that would be said to exceed it again.
-        length = most if is_longer else mean
-        line = f"ep_size: micro-batches have {mean} tokens on average"
-        if self._is_given:
-            line += f', {most} at the most, not {self._at_start} ("sequence_length": {self._at_start // samples})'
+        length, line = most if is_longer else mean, f"ep_size: {self._seen(mean, most)}"
         if best.ep == self._ep_size:
             if is_longer:
                 log_on_rank_0(f"{line}; {best.ep} is predicted to be the best size all the same")

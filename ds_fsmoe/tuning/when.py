@@ -48,6 +48,13 @@ def needs_numbers(block: FSMoEBlock) -> bool:
     return PRESETS[block.schedule]().pipeline in ("common", "per_phase")
 
 
+def runs_whole(block: FSMoEBlock) -> bool:
+    """Return True if layers run in one chunk: nothing else is asked for, and nothing is measured."""
+    is_cut_by_bytes = block.schedule != BEST and PRESETS[block.schedule]().pipeline == "by_bytes"
+    degrees = {block.pipeline_degree.forward, block.pipeline_degree.backward}
+    return not block.autotune.enabled and not is_cut_by_bytes and degrees <= {1, "auto"}
+
+
 def _without(block: FSMoEBlock) -> FSMoEBlock:
     return block.model_copy(update={"autotune": block.autotune.model_copy(update={"enabled": False})})
 

@@ -140,7 +140,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} = {getattr(args, name)}: must be at least {least}")
     if args.limit_s is not None and args.limit_s <= 0:
         raise ValueError(f"--limit-s = {args.limit_s:g}: must be above 0")
-    for flag, sizes in (("--ep-sizes", args.ep_sizes), ("--micro-batch-sizes", args.micro_batch_sizes)):
+    for flag, sizes in (
+        ("--ep-sizes", args.ep_sizes),
+        ("--expert-tensor-parallel-sizes", args.expert_tensor_parallel_sizes),
+        ("--micro-batch-sizes", args.micro_batch_sizes),
+    ):
         if 0 in (sizes or ()):
             raise ValueError(f"{flag} 0: must be at least 1")
     if bad := [each for each in args.zero_stages or () if each > 3]:
@@ -182,6 +186,8 @@ class LayoutTrial:
 
     name: str
     changes: Sequence[Change] = ()
+    chosen: Sequence[Change] = ()
+    """What its first run chose by itself, and another start might choose otherwise."""
     predicted_ms: float | None = None
     state: str = _UNFINISHED
     times_ms: list[float] = field(default_factory=list)
@@ -292,9 +298,8 @@ class Tuning:
         if not known_ms:
             print("tune: nothing was measured to predict layouts from: the nearest are tried first", flush=True)
         self.trials[-1].name += f" (ep_size {job.layout.ep_size})"
-        if self.trials[-1].changes and not job.own_ep_size:
-            # It was chosen for this run, and another start might choose another one.
-            self.trials[-1].changes = [*self.trials[-1].changes, (("fsmoe", "ep_size"), job.layout.ep_size)]
+        if not job.own_ep_size and self._subject.config.get("fsmoe", {}).get("ep_size", "auto") in ("auto", None):
+            self.trials[-1].chosen = [(("fsmoe", "ep_size"), job.layout.ep_size)]
         least_ms, num_tried = min(known_ms.values(), default=0.0), 0
         for layout in in_order(layouts, job, known_ms):
             changes = changes_of(layout, job, self._subject.config)
@@ -326,7 +331,7 @@ class Tuning:
         """Run a layout, and return the folder of the run."""
         folder = self._out / f"{self._num_runs:02}"
         self._num_runs += 1
-        subject = with_changes(self._subject, trial.changes)
+        subject = with_changes(self._subject, [*trial.changes, *trial.chosen])
         kind = OURS if subject.config.get("fsmoe", {}).get("enabled") else STOCK
         counted = self._args.steps
         planned = PlannedRun(
@@ -421,12 +426,15 @@ def conclude(trials: Sequence[LayoutTrial], subject: TrainingCommand, output: Pa
     fastest, *close = contenders(trials)
     if trials[0] in (fastest, *close):
         print(f"no layout is faster than {AS_IT_IS} beyond the intervals: it stays, and nothing is written")
+        if trials[0].chosen:
+            print(f"to have it at every start: {words_of_changes(trials[0].chosen)}")
         return
     print(f"fastest: {fastest.name}")
     if close:
         print(f"as fast within the intervals: {'; '.join(each.name for each in close)}")
-    tuned = with_changes(subject, fastest.changes)
-    for path, value in fastest.changes:
+    changes = [*fastest.changes, *fastest.chosen]
+    tuned = with_changes(subject, changes)
+    for path, value in changes:
         before: Any = subject.config
         for each in path:
             before = before.get(each) if isinstance(before, Mapping) else None

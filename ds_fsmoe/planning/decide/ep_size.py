@@ -71,6 +71,10 @@ class ExpertJob:
     sums_in_slices: bool = False
     """Whether gradients are summed in two levels whose slices follow each other, as ours are and DeepSpeed's are not.
     """
+    has_windows: bool = True
+    """Whether gradients may be sent before the backward ends."""
+    alltoall: AllToAll | None = None
+    """The all-to-all that was asked for: flat instead where the ranks cannot have it. ``None``: the fastest."""
 
     def __post_init__(self) -> None:
         if not self.shapes:
@@ -265,11 +269,15 @@ def states_bytes(job: ExpertJob, groups: Groups, optimizer_bytes: float) -> floa
 
 def alltoalls_of(job: ExpertJob, groups: Groups) -> tuple[AllToAll, ...]:
     """Return the all-to-alls that a job can have in these groups, ``"flat"`` first."""
-    if len(groups.placements["ep"].lanes) < 2:
-        return ("flat",)
-    # Empty slots are sent as well, so padded dispatch is never node-deduplicated.
-    has_rows = all(shape.capacity_factor is None for shape in job.shapes)
-    return ("flat", "2dh", *((NODE_DEDUPLICATED,) if has_rows and can_deduplicate(groups) else ()))
+    found: list[AllToAll] = ["flat"]
+    if len(groups.placements["ep"].lanes) > 1:
+        found.append("2dh")
+        # Empty slots are sent as well, so padded dispatch is never node-deduplicated.
+        if all(shape.capacity_factor is None for shape in job.shapes) and can_deduplicate(groups):
+            found.append(NODE_DEDUPLICATED)
+    if job.alltoall is not None:
+        return (job.alltoall if job.alltoall in found else "flat",)
+    return tuple(found)
 
 
 def step_ms(
@@ -292,7 +300,10 @@ def step_ms(
         ValueError: the cluster lacks a number, or the schedule is unknown.
     """
     settings = Settings(cluster.contention, num_micro_batches=job.micro_batches)
-    planner, zero = Planner({}, settings), Zero(job.zero, job.shapes[0].dtype_bytes, overlap_comm=job.overlap_comm)
+    planner, zero = (
+        Planner({}, settings),
+        Zero(job.zero, job.shapes[0].dtype_bytes, job.has_windows, overlap_comm=job.overlap_comm),
+    )
     layers, counts = job.layers(groups, alltoall, cluster), Counter(job.shapes)
     few = _FEW_AT_3 if job.zero == 3 else _FEW
     if plans_all or max(counts.values()) <= few + 1:
