@@ -16,6 +16,7 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
+from tests.distances import furthest
 from tests.hf_families import WIDTH, batch, config_of, model_of
 from tests.hf_lora import (
     BOTH,
@@ -39,7 +40,6 @@ from tests.test_hugging_face import (
     called_ones,
     ds_config,
     engine_of,
-    furthest,
     own_part,
 )
 
