@@ -5,6 +5,7 @@ run says at its end which tests it left out and what runs them."""
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 import shutil
@@ -12,18 +13,18 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests.samples import SEED, draw_daily, todays_seed
+from tests.samples import SEED, at_night_alone, draw_daily, todays_seed
 
-# No test judges by a clock, whatever else the machine does.
-settings.register_profile("without_a_clock", deadline=None)
-settings.load_profile("without_a_clock")
+# No test judges by a clock, whatever else the machine does; and examples are drawn anew where CI is set, too.
+settings.register_profile("ours", deadline=None, derandomize=False)
+settings.load_profile("ours")
 # One thread for each rank and test, as ranks share the cores and as sums keep their bits; read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 CACHE = Path(tempfile.gettempdir(), f"ds_fsmoe_tests_cache_{os.getpid()}")
@@ -49,9 +50,20 @@ def pytest_configure(config: pytest.Config) -> None:
     Hypothesis draws from the seed of the run."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if "DS_FSMOE_EXPECT_ALL" in os.environ:  # in CI, where what a missing package skips would be missed by nobody
+        pytest.importorskip = importlib.import_module
     config.stash[LEFT_OUT] = Counter()
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = todays_seed()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # ahead of --lf, which leaves out cases
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuse a file with functions that run at night alone."""
+    report = yield
+    if alone := at_night_alone([each for each in report.result or () if isinstance(each, pytest.Item)]):
+        report.outcome, report.longrepr = "failed", f"by day no case of these runs: {', '.join(alone)}"
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # ahead of -m, which goes by the marks

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.distances import furthest
 from tests.hf_families import batch, model_of
-from tests.test_hugging_face import TOLERANCE, differing_gradients, engine_of, furthest, off_loss
+from tests.test_hugging_face import TOLERANCE, differing_gradients, engine_of, off_loss
 
 ATTENTION = ["q_proj", "v_proj"]
 BOTH = ("up", "down")

@@ -121,12 +121,3 @@ def plain(engine: Any, *x: Any) -> torch.Tensor:
         result = engine(*x)
     engine.train()
     return result
-
-
-def furthest(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    if found.shape != wanted.shape:
-        return float("inf")
-    if not wanted.numel():
-        return 0.0
-    off = (found - wanted).abs().max().item() / wanted.abs().max().item()
-    return off if off >= 0 else float("inf")  # nan is as far off

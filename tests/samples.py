@@ -52,6 +52,12 @@ def sampled(
     return pytest.mark.parametrize(names, [marked(*each) for each in enumerate(values)], **options)
 
 
+def at_night_alone(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the functions whose cases are all slow, before :func:`draw_daily` has marked others."""
+    of_items = [(item.nodeid.partition("[")[0], item.get_closest_marker("slow")) for item in items]
+    return sorted({name for name, _ in of_items} - {name for name, slow in of_items if not slow})
+
+
 def draw_daily(items: Sequence[pytest.Item]) -> None:
     """Mark the tests of ``daily(group, count)``: ``count`` of each group in a file, drawn today, are long, the others
     slow."""

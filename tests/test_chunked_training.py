@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from ds_fsmoe import CallbackBase
 from ds_fsmoe.planning.decide.presets import NAMES
 from tests.covering import covering
+from tests.distances import furthest
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch, train_steps
@@ -106,8 +107,7 @@ def train(
 def differences(ours: dict[str, list[torch.Tensor]], stocks: dict[str, list[torch.Tensor]], dtype: str) -> list[str]:
     found = []
     for name, theirs in stocks.items():
-        scale = max(1e-6, *(each.abs().max().item() for each in theirs))
-        off = max((a - b).abs().max().item() for a, b in zip(ours[name], theirs, strict=True)) / scale
+        off = furthest(*(torch.cat([each.flatten() for each in run]) for run in (ours[name], theirs)))
         if not off < TOLERANCE[dtype]:
             found.append(f"{name} differ by {off:.2g}")
     return found
@@ -134,6 +134,19 @@ def compare_blocks(rank: int, world_size: int, work: Work) -> list[str]:
 def assert_no_differences(world_size: int, work: Work, folder: Path) -> None:
     for rank, found in enumerate(run_on_ranks(compare_blocks, world_size, folder, work)):
         assert not found, f"rank {rank}: {found}"
+
+
+def test_nan_is_no_rounding_wherever_it_is() -> None:
+    right = torch.tensor([1.0, -4.0, 2.0])
+    for at in range(3):
+        wrong = right.clone()
+        wrong[at] = torch.nan
+        for found, wanted in itertools.permutations((wrong, right)):
+            assert furthest(found, wanted) == furthest(found, wanted, order=2) == torch.inf
+            sides = ({"losses": [right, each]} for each in (found, wanted))
+            assert differences(*sides, "bf16") == ["losses differ by inf"]
+    assert furthest(wrong, wrong) == furthest(right[:2], right) == torch.inf
+    assert (furthest(right + 1, right), furthest(right[:0], right[:0]), furthest(None, right)) == (0.25, 0, 1)
 
 
 @sampled("part", range(PARTS), drawn=2)

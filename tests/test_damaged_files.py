@@ -468,7 +468,7 @@ def absurd(folder: Path) -> list[tuple[str, Any, str]]:
 
 
 def ends(rank: int, world_size: int, commands: list[tuple[str, ...]]) -> list[tuple[int, str]]:
-    """(status, output) of commands one after another, in little memory; one that takes a minute ends the rank."""
+    """(status, output) of commands one after another, in little memory; a minute of computing ends the rank."""
     # Its engine of JavaScript reserves more addresses than there may be; no file reaches what it bundles.
     sys.modules["vl_convert"] = types.SimpleNamespace(javascript_bundle=lambda: "")  # type: ignore[assignment]
     import scipy.optimize  # noqa: F401
@@ -482,14 +482,14 @@ def ends(rank: int, world_size: int, commands: list[tuple[str, ...]]) -> list[tu
     found = []
     for each in commands:
         text = io.StringIO()
-        signal.alarm(60)
+        signal.setitimer(signal.ITIMER_PROF, 60)
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
             try:
                 status = cli.main(list(each))
             except SystemExit as end:
                 status = int(end.code or 0)
         found.append((status, text.getvalue()))
-    signal.alarm(0)
+    signal.setitimer(signal.ITIMER_PROF, 0)
     return found
 
 

@@ -14,12 +14,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from tests.distances import furthest
 from tests.hf_families import batch, model_of
 from tests.hf_lora import lora_of, trained
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import TOLERANCE, ds_config, engine_of, furthest
+from tests.test_hugging_face import TOLERANCE, ds_config, engine_of
 
 pytestmark = pytest.mark.long
 

@@ -25,6 +25,7 @@ from ds_fsmoe.layer.expert_cache import ExpertCacheMemory
 from ds_fsmoe.layer.inference import InferenceLayer, InferenceRun
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
+from tests.distances import furthest
 from tests.inference_models import (
     HIDDEN,
     WAYS,
@@ -34,7 +35,6 @@ from tests.inference_models import (
     Model,
     ds_config,
     engine_of,
-    furthest,
     plain,
     tokens,
     watched,

@@ -25,6 +25,7 @@ from tests import gradient_cases, race_cases
 from tests.covering import covering
 from tests.engine_jobs import GPT, RUNS, TWO_NODES
 from tests.gradient_cases import LOOPS, Run, training
+from tests.layers_as_programs import PRETENDED
 from tests.pretended_gpu import Gpu, pretending
 from tests.race_cases import Case, Layout, assert_kept, counts_come_back, differences, watched, world_of
 from tests.ranks import run_on_ranks
@@ -32,15 +33,13 @@ from tests.samples import draw, sampled
 from tests.test_gradients_against_stock import BY_RULE, whole_list
 from tests.test_layer_against_loop import DROP, NO_DROP
 
-NOT_PRETENDED = ("1dh", "node_deduplicated")
-"""Their messages have the sizes of other ranks, and the pretended ones give what this one gives; see :data:`ONCE`."""
 LAYOUTS = (
     Layout(1, 1),
     Layout(2, 2),
     Layout(2, 1, 2),
     Layout(4, 2, 2),
     Layout(4, 2, 2, ranks_per_node=2),
-    *(Layout(4, 4, ranks_per_node=2, alltoall=name) for name in known("alltoall") if name not in NOT_PRETENDED),
+    *(Layout(4, 4, ranks_per_node=2, alltoall=name) for name in PRETENDED),
 )
 ONCE = Layout(4, 4, ranks_per_node=2, alltoall="node_deduplicated")
 """It takes rows alone, and :data:`EVERY`."""

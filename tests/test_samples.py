@@ -1,32 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs only at night has a sample in the gates, drawn anew each day; and the row that a night ends with."""
+"""What runs only at night has a sample in the gates, drawn anew each day; what a missing package skips fails in CI; and the
+row that a night ends with."""
 
 from __future__ import annotations
 
-import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests import samples
 from tests.samples import SEED, draw, sampled
+from tests.waiting import LIMIT_S
 from tools.nightly import counted, row
 
 TESTS = Path(__file__).resolve().parent
-
-
-def slow_functions(file: Path) -> list[str]:
-    """Return the test functions of a file that are slow as a whole."""
-    text = file.read_text()
-    tree = ast.parse(text if "@pytest.mark.slow" in text else "")
-    tests = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
-    return [each.name for each in tests if "pytest.mark.slow" in map(ast.unparse, each.decorator_list)]
-
-
-def test_no_function_runs_at_night_alone() -> None:
-    found = {file.relative_to(TESTS).as_posix(): slow_functions(file) for file in TESTS.rglob("test_*.py")}
-    assert {name: functions for name, functions in found.items() if functions} == {}
 
 
 def test_every_file_of_tests_is_in_the_table_of_laws_and_no_other() -> None:
@@ -57,6 +47,13 @@ def test_a_sample_keeps_what_it_has_to_and_draws_others_anew_each_day(monkeypatc
         sampled("x", [1, 2], kept=[2])
 
 
+def of_pytest(file: Path) -> str:
+    """What a run with our hooks says."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest", str(file)]
+    run = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False, timeout=LIMIT_S)
+    return run.stdout + run.stderr
+
+
 class Item:
     """A test with marks."""
 
@@ -85,6 +82,24 @@ def test_of_a_daily_group_so_many_in_a_file_are_long_and_all_others_slow(monkeyp
         assert not slow.get_closest_marker("long")
         drawn |= long
     assert len(drawn) == 10
+
+
+def test_a_function_of_which_no_case_runs_by_day_is_refused(tmp_path: Path) -> None:
+    slow, file = pytest.mark.slow.mark, tmp_path / "test_x.py"
+    items = [Item("f::a[1]", slow), Item("f::a[2]"), Item("f::b[1]", slow), Item("f::c", slow), Item("g::a")]
+    assert samples.at_night_alone(items) == ["f::b", "f::c"]
+    file.write_text("import pytest\n@pytest.mark.slow\ndef test_one(): pass\n")
+    assert "by day no case of these runs: test_x.py::test_one" in of_pytest(file)
+
+
+def test_a_package_that_is_missing_fails_a_run_that_expects_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "test_x.py").write_text("import pytest\npytest.importorskip('no_such_package')\n")
+    monkeypatch.delenv("DS_FSMOE_EXPECT_ALL", raising=False)
+    assert "1 skipped" in of_pytest(file)
+    monkeypatch.setenv("DS_FSMOE_EXPECT_ALL", "1")
+    assert "1 error" in of_pytest(file)
 
 
 def test_the_row_of_a_night_counts_what_failed_and_names_its_files(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from torch.nn.utils.clip_grad import clip_grad_norm_ as of_module
 
 pytest.importorskip("transformers")
 
+from tests.distances import furthest
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -85,7 +86,7 @@ def with_gradients(rank: int, world_size: int) -> list[dict[str, Any]]:
         dense = [each.detach().view(-1) for each in chosen(engine, "all but experts")]
         of_ranks = [None] * world_size
         dist.all_gather_object(of_ranks, torch.cat(dense))
-        found[-1]["ranks apart"] = max((each - of_ranks[0]).abs().max().item() for each in of_ranks)
+        found[-1]["ranks apart"] = max(furthest(each, of_ranks[0]) for each in of_ranks)
         engine.destroy()
     return found
 

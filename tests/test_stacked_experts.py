@@ -17,6 +17,7 @@ from ds_fsmoe.components.expert_compute import grouped_products
 from ds_fsmoe.components.expert_compute.contract import Contract, ContractError, contract_of, follows_contract
 from ds_fsmoe.components.expert_compute.stacked_experts import StackedExperts
 from tests.covering import covering
+from tests.distances import furthest
 
 NUM_EXPERTS = 3
 
@@ -101,7 +102,7 @@ def numbers_of(sizes: list[list[int]]) -> list[int]:
 
 def off_by(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     """How far numbers are from others that are rounded at the same places, as a share: sums may have other orders."""
-    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+    return furthest(ours, theirs, order=2)
 
 
 FLAGS = [

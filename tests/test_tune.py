@@ -448,3 +448,11 @@ def test_a_script_that_knows_nothing_of_us_is_tuned_on_two_ranks_and_ends_by_its
         # Layers that are found to be in one chunk change plans once more.
         assert 6 <= len([row for row in run.steps if row["step"] > settled]) <= 9
         assert run.steps[-1]["step"] < 106
+
+
+def test_ranks_that_share_an_expert_are_tried_in_the_numbers_that_are_allowed_and_fit(tune: Any) -> None:
+    configs = tune({"2": 100}, "--ep-sizes", "2", "--expert-tensor-parallel-sizes", "1,2", "--rounds", "1").configs
+    assert [each["fsmoe"].get("expert_tensor_parallel_size") for each in configs] == [None, 2]
+    found = tune({"2": 100}, "--expert-tensor-parallel-sizes", "3")
+    assert found.status == 2
+    assert "--expert-tensor-parallel-sizes 3: must divide the 4 ranks and the 8 experts of a layer" in found.err

@@ -17,13 +17,14 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import ds_fsmoe
+from tests.distances import furthest
 from tests.hf_families import batch, model_of
 from tests.hf_lora import lora_of, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, train_steps
 from tests.small_model import batch as small_batch
-from tests.test_hugging_face import ds_config, engine_of, furthest
+from tests.test_hugging_face import ds_config, engine_of
 
 STOCK = {"enabled": False}
 EXACT = 1e-6

@@ -12,10 +12,11 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from tests.distances import furthest
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of, furthest
+from tests.test_hugging_face import ds_config, engine_of
 
 TOLERANCE = 2e-5
 Seen = dict[str, torch.Tensor]

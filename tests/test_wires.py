@@ -23,6 +23,7 @@ from ds_fsmoe.execution.collectives import FULL, Collectives, CommDtypes, dequan
 from ds_fsmoe.execution.lanes import make_lanes
 from ds_fsmoe.execution.node_links import NodeLinks
 from tests.covering import covering
+from tests.distances import furthest
 from tests.ranks import run_on_ranks
 from tests.small_model import Case as Training
 from tests.small_model import SmallModel, train_steps
@@ -120,10 +121,7 @@ def once(rank: int, world_size: int) -> list[tuple[str, float]]:
 
     def off(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
         # Of the output and the tokens' gradients: those that have come over wires last.
-        shares = [
-            ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours[:2], theirs[:2], strict=True) if len(a)
-        ]
-        return max(shares, default=0.0)
+        return max(map(furthest, ours[:2], theirs[:2]))
 
     for wires in EVERY:
         whole = run_layer(Case((1, 1), k=4), groups, lanes, True, alltoall="node_deduplicated", wires=wires)

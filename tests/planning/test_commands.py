@@ -252,6 +252,31 @@ def test_on_one_node_a_token_cannot_be_sent_once_to_each_and_who_asks_for_it_is_
     assert ("node_deduplicated is run as flat: " in text) is (alltoall != "flat")
 
 
+@pytest.mark.parametrize(
+    ("stage", "option", "more", "less"),
+    [
+        (2, "--chunk-bytes 1000000", {"pipemoe_lina", "lina"}, set()),
+        (3, "--reduce-bucket-size 1e7", set(), {"DeepSpeed's buckets"}),
+        (3, "--optimizer sgd", set(), {"optimizer states"}),
+        (3, "--grad-accum-fp32", {"gradients", "data_types"}, set()),
+        # DeepSpeed adds up by itself, after the backward: no slices are sent between the layers.
+        (1, "--grad-accum-fp32", {"gradients", "data_types"}, {"pipemoe_lina", "lina"}),
+    ],
+)
+def test_an_option_changes_what_it_is_for(
+    stage: int, option: str, more: set[str], less: set[str], capsys, tmp_path
+) -> None:
+    block = "plan --cluster testbed_a --model olmoe --layers 1 --nodes 1 --ep 8 --max-degree 1 --zero"
+    found = []
+    for each in ("", option):
+        said(capsys, *block.split(), str(stage), *each.split(), "--json", str(tmp_path / "plan.json"))
+        plan = json.loads((tmp_path / "plan.json").read_text())
+        numbers = Counter(plan["memory"]["items_bytes"], data_types=len(plan["ds_config"].get("data_types", "")))
+        found.append(numbers + Counter({name: times["step_ms"] for name, times in plan["presets"].items()}))
+    without, with_it = found
+    assert (set(with_it - without), set(without - with_it)) == (more, less)
+
+
 def test_the_options_and_names_of_before_mean_todays(capsys) -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)

@@ -66,7 +66,7 @@ def test_what_is_no_placement_is_refused(places, num_experts: int, num_ranks: in
         ExpertPlacement.at_start(4, 4).swaps_to(ExpertPlacement.at_start(4, 2))
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150)
 @given(placements())
 def test_rows_go_to_where_their_expert_is(drawn) -> None:
     placement, nodes, rows_GE = drawn
@@ -80,7 +80,7 @@ def test_rows_go_to_where_their_expert_is(drawn) -> None:
     assert placement.over_mean(rows_GE) == pytest.approx(full.max() / full.mean() if full.any() else 1.0)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150)
 @given(st.randoms(use_true_random=False))
 def test_exchanges_lead_to_the_wanted_homes_and_no_longer_than_needed(rng: random.Random) -> None:
     num_ranks, num_local = rng.randint(1, 6), rng.randint(1, 5)
@@ -120,7 +120,7 @@ def test_what_was_no_placement_is_not_read_as_one(change: dict) -> None:
             ExpertPlacement.from_dict(found)
 
 
-@settings(deadline=None, max_examples=50, derandomize=True)
+@settings(max_examples=50)
 @given(placements(), st.integers(1, 3))
 def test_it_survives_a_file_and_spare_places_of_before_are_left_out(drawn, num_spare: int) -> None:
     placement = drawn[0]
@@ -172,7 +172,7 @@ def asked(draw) -> tuple[ExpertPlacement, ObservedRouting, Allowed]:
     return now, ObservedRouting(np.array(rows), drawn_nodes(rng, num_ranks)), allowed
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150)
 @given(asked())
 def test_whatever_is_asked_a_placement_of_the_same_sizes_comes_that_is_allowed_and_no_fuller(drawn) -> None:
     now, seen, allowed = drawn
@@ -339,7 +339,7 @@ def test_a_policy_that_gives_something_else_or_rows_of_another_model_are_refused
         balanced(ExpertPlacement.at_start(8, 4), load("equal", 16, 4), Allowed())
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60)
 @given(st.integers(0, 5), st.sampled_from(LOADS), st.booleans(), st.integers(1, 2000))
 def test_what_is_decided_is_never_slower(seed: int, name: str, has_times: bool, within: int) -> None:
     now, seen = ExpertPlacement.at_start(16, 4), load(name, 16, 4, seed=seed)

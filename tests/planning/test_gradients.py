@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
@@ -240,8 +240,6 @@ def test_dense_only_sends_all_there_is_beside_each_dense_part() -> None:
 # ---- slices of the buffers in which gradients lie
 
 
-UNHURRIED = settings(deadline=None, derandomize=True)
-
 MODES = ("adaptive", "fixed_chunk", "dense_only", "micro_ops")
 
 
@@ -284,7 +282,6 @@ def check(plan: GradientPlan, given_supplies: list[BufferReadiness]) -> list[int
     return sent
 
 
-@UNHURRIED
 @given(buffers(), st.sampled_from(MODES), st.integers(1, 40_000))
 def test_a_plan_by_rule_sends_what_exists_once_and_in_order_as_its_mode_says(
     given_supplies: list[BufferReadiness], mode: str, chunk_bytes: int
@@ -304,7 +301,6 @@ def test_a_plan_by_rule_sends_what_exists_once_and_in_order_as_its_mode_says(
             assert (each.stop - each.first) * supply.element_bytes <= max(chunk_bytes, least_bytes)
 
 
-@UNHURRIED
 @given(buffers(), window_bytes())
 def test_a_plan_by_bytes_sends_what_exists_once_and_in_order(
     given_supplies: list[BufferReadiness], windows: list[WindowBytes]
@@ -353,7 +349,6 @@ def test_plans_by_rule_and_by_bytes_in_numbers() -> None:
     assert BufferReadiness(GRAD, 4, (), 10_000, (3000, 10_000)).micro_ops(30_000) == [3000, 10_000]
 
 
-@UNHURRIED
 @given(buffers(), window_bytes(), st.integers(0, 3000))
 def test_no_more_waits_behind_a_layer_than_it_may_and_what_was_planned_is_sent_no_later(
     given_supplies: list[BufferReadiness], windows: list[WindowBytes], most: int
@@ -412,7 +407,6 @@ def micro_ops_by_loop(
     return expected
 
 
-@UNHURRIED
 @given(buffers(), st.integers(1, 40_000), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6))
 def test_a_plan_of_micro_ops_is_that_of_a_loop_and_by_rule_one_goes_beside_each_layer(
     supplies: list[BufferReadiness], chunk_bytes: int, room: list[tuple[int, int]]
@@ -436,7 +430,6 @@ def moe(size_bytes: float, capacity: int | None = None) -> MoEWork:
     return MoEWork(enter, Work("EXPERT", (Lane.COMPUTE,), 1.0), leave, capacity=capacity)
 
 
-@UNHURRIED
 @given(st.integers(0, 400), st.integers(1, 60), st.integers(1, 16), st.none() | st.integers(1, 20))
 def test_a_degree_is_the_least_that_makes_an_alltoall_a_micro_op(
     size_bytes: int, micro_op_bytes: int, most: int, capacity: int | None

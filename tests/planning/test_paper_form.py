@@ -67,7 +67,7 @@ def by_hand_ms(phase: Phase, degree: int) -> float:
     return inter
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=100)
 @given(phases(), st.integers(1, 64))
 def test_closed_form_simulation_and_figure_3_agree(phase: Phase, degree: int) -> None:
     expected_ms = pytest.approx(by_hand_ms(phase, degree), rel=1e-12, abs=0.0)
@@ -77,7 +77,7 @@ def test_closed_form_simulation_and_figure_3_agree(phase: Phase, degree: int) ->
         assert simulated_ms(phase, degree, with_gradient=False) == expected_ms, "an empty slice is none"
 
 
-@settings(max_examples=40, derandomize=True)
+@settings(max_examples=40)
 @given(phases(largest=100.0))
 def test_the_exact_degree_is_the_smallest_of_the_best_integers(phase: Phase) -> None:
     degree = choose_exact(phase, 64)
@@ -131,7 +131,7 @@ NAMES = ("Q1", "Q2", "Q3", "Q4", "Q5", "Q6", "Q7")
 NUMBERS = st.tuples(st.sampled_from([1, 2, 4, 8, 16, 32, 64]), *[st.integers(0, 30)] * 4, st.integers(0, 200))
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=300)
 @given(st.sampled_from(NAMES), NUMBERS, st.booleans())
 def test_on_a_boundary_case_and_time_are_the_texts_and_the_closed_form_still_exact(
     name: str, free: tuple[int, ...], equal_links: bool

@@ -76,7 +76,7 @@ def shape_for(alltoall: AllToAll) -> CallShape:
     return replace(SHAPE, crossings=Fanout(1.5, 2.5) if alltoall == "node_deduplicated" else None)
 
 
-@settings(deadline=None, max_examples=150, derandomize=True)
+@settings(max_examples=150)
 @given(placements())
 def test_pressure_is_what_a_loop_over_rows_counts(drawn) -> None:
     placement, nodes, rows_GE = drawn

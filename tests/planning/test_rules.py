@@ -111,7 +111,7 @@ def rules(draw: st.DrawFn) -> Rule:
     return rule
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(rules(), st.sampled_from(NAMES), st.integers(0, 50))
 def test_no_plan_that_breaks_a_rule_is_predicted_tried_or_chosen(rule: Rule, schedule: str, seed: int) -> None:
     with also(rule):
