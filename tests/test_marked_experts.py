@@ -280,7 +280,8 @@ def statistics(rank: int, world: int) -> None:
 
     said = Said(logging.WARNING)
     logging.getLogger("ds_fsmoe").addHandler(said)
-    engine = make(0, 2)
+    with torch.no_grad():  # a script may begin with inference; where it trains, gradients are recorded all the same
+        engine = make(0, 2)
     p = named(engine)[DOWN]
     for _ in range(2):
         p.data.norm()

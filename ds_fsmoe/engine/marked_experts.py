@@ -257,11 +257,12 @@ def mark_experts(model: nn.Module) -> Callable[[], None]:
     spread = [found for found in parts_in(model) if found[2].num_parts > 1]
     parameters = [parameter for _, parameter, _ in spread]
     # The object with a gradient's shape is made again if it was released, and a parameter may be whole then.
-    accumulators = [
-        each.view_as(each).grad_fn.next_functions[0][0]
-        for each in parameters
-        if each.requires_grad and not is_shared_out(each)
-    ]
+    with torch.enable_grad():  # a script may begin with inference
+        accumulators = [
+            each.view_as(each).grad_fn.next_functions[0][0]
+            for each in parameters
+            if each.requires_grad and not is_shared_out(each)
+        ]
     experts = [each for each in model.modules() if isinstance(each, FSMoEExperts)]
     owners = {id(own): each for each in experts for own in (*each.parameters(), *adapters_of(each))}
     for name, parameter, part in spread:
