@@ -31,7 +31,7 @@ class Case:
     use_residual: bool = False
     moe_options: tuple[tuple[str, Any], ...] = ()
     expert: str = "module"
-    """Or "smooth", or "gpt", which can be sharded."""
+    """Or "smooth", or "gpt" and "smooth gpt", which can be sharded."""
 
     def ds_config(self, **blocks: Any) -> dict[str, Any]:
         """The DeepSpeed config of this run. SGD, because Adam hides errors of scale."""
@@ -73,6 +73,7 @@ EXPERTS = {
     "module": FeedForward,
     "smooth": SmoothFeedForward,
     "gpt": lambda: GPTFeedForward(WIDTH, 28, activation="relu"),
+    "smooth gpt": lambda: GPTFeedForward(WIDTH, 28, activation="gelu"),
 }
 
 

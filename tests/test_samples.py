@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs only at night has a sample in the gates, drawn anew each day; what a missing package skips fails in CI; and the
-row that a night ends with."""
+"""What runs only at night has a sample in the gates, drawn anew each day; what a missing package skips fails in CI; and
+the row that a night ends with."""
 
 from __future__ import annotations
 
