@@ -56,7 +56,14 @@ JOBS = {
     "cases/bench_timeline.py": (["--smoke"], ["timeline", "fits"]),
     "cases/bench_choice.py": (["--smoke"], ["choice", "choice_predicted"]),
     "cases/bench_lina.py": (["--smoke"], ["lina", "lina_alltoalls"]),
+    "cases/bench_parts.py": (["--only", "gpt", "--tiny", "--blocks", "2"], ["parts"]),
+    "cases/bench_placement.py": (["--smoke", "--blocks", "2"], ["placement", "placement_moves"]),
+    "cases/bench_inference.py": (["--smoke", "--blocks", "2"], ["inference", "inference_tail"]),
 }
+ELSEWHERE = {"bed": "test_bed", "lora": "test_bench_lora", "proportions": "test_proportions"}
+"""Benchmark -> the file of its tests."""
+TOO_LONG = {"fp8", "halves", "hf", "levels", "once", "ops", "rows", "split_plan"}
+"""Without a case that takes less than minutes."""
 
 
 try:
@@ -74,6 +81,13 @@ def bed() -> Iterator[Bed]:
     found.up()
     yield found
     down(found.name)
+
+
+def test_every_benchmark_runs_here_or_is_named() -> None:
+    every = {each.stem.removeprefix("bench_") for each in (ROOT / "benchmarks" / "cases").glob("bench_*.py")}
+    here = {Path(each).stem.removeprefix("bench_") for each in JOBS}
+    assert every == here | set(ELSEWHERE) | TOO_LONG
+    assert all((ROOT / "tests" / "benchmarks" / f"{each}.py").exists() for each in ELSEWHERE.values())
 
 
 # A minute and more each, beside other tests.
