@@ -313,7 +313,7 @@ class BatchLengths:
         try:
             sizes, _ = predictor.predicted(self._ep_size, used_bytes)
         except MeasuringError as error:
-            line = f"ep_size: {self._seen(round(mean), most)}, and no size is predicted for them: {error}"
+            line = f"ep_size: {self._in_words(round(mean), most)}, and no size is predicted for them: {error}"
             log_on_rank_0(line, logging.WARNING)
             self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
             return
@@ -323,7 +323,8 @@ class BatchLengths:
             predictor.keep(learned_of(choice, round(mean)))
         self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
 
-    def _seen(self, mean: int, most: int) -> str:
+    def _in_words(self, mean: int, most: int) -> str:
+        """Return what micro-batches were like, beside what the config has."""
         words = f"micro-batches have {mean} tokens on average"
         if self._is_given:
             asked = self._at_start // self._predictor.job.shapes[0].B
@@ -336,7 +337,7 @@ class BatchLengths:
         ratio = now_ms / best.step_ms if best.step_ms else math.nan
         gain = "the best size" if math.isnan(ratio) else f"{ratio:.2f} times as fast as {self._ep_size}"
         # Longer ones than that would be said to exceed it again.
-        length, line = most if is_longer else mean, f"ep_size: {self._seen(mean, most)}"
+        length, line = most if is_longer else mean, f"ep_size: {self._in_words(mean, most)}"
         if best.ep == self._ep_size:
             if is_longer:
                 log_on_rank_0(f"{line}; {best.ep} is predicted to be the best size all the same")
