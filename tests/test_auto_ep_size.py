@@ -274,16 +274,15 @@ def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_
     fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(4, 2))
     file = MeasurementCache(tmp_path).file_of(fingerprint)
     write_measurements(file, fingerprint, Measurements(), links(FAST, FAST))
-    # In one chunk no rows travel beside gradients.
-    for length, size, in_one_chunk in ((1, 4, 4), (128, 2, 1), (4096, 1, 1)):
+    for length, size in LENGTHS.items():
         named = {"sequence_length": length} | on_links(tmp_path)
         made, cached = choice(named | {"deterministic": True}), named | {"autotune": {"cache_dir": str(tmp_path)}}
-        assert made.choose() == in_one_chunk
+        assert made.choose() == size
         # A second one takes what is noted, and needs nothing of the first.
-        assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == in_one_chunk
-        wanted = f" of 1, 2, 4 for {length} tokens a micro-batch on the links of mine"
-        assert choice_of(made.modules).reason.startswith(f"{in_one_chunk}{wanted}")
-        assert chosen(cached)[1].startswith(f"{size}{wanted}")
+        assert replace(made, block=FSMoEBlock(), ds_config={}).choose() == size
+        wanted = f"{size} of 1, 2, 4 for {length} tokens a micro-batch on the links of mine"
+        assert choice_of(made.modules).reason.startswith(wanted)
+        assert chosen(cached)[1].startswith(wanted)
         # A model that has been given back knows nothing of it.
         forget_ep_size(made.modules)
         assert not any(name.startswith("fsmoe") for each in made.modules for name in vars(each))
@@ -297,14 +296,18 @@ def test_it_is_the_planners_choice_among_all_sizes() -> None:
         assert learned_of(found, length) == learned_of(of_all, length)
 
 
-def test_without_overlap_or_chunks_it_is_that_of_deepspeeds_order() -> None:
+def test_without_overlap_it_is_that_of_deepspeeds_order_and_in_one_chunk_gradients_alone_overlap() -> None:
     def steps_ms(block: dict[str, Any]) -> list[float]:
-        return [each.step_ms for each in choice(block)._predictor(512).planned(links(SLOW, FAST), usual=2)]
+        return [each.step_ms for each in choice(block)._predictor(512).planned(links(SLOW, FAST), usual=4)]
 
     in_deepspeeds_order = steps_ms({"schedule": "deepspeed", "gradient_partition": {"mode": "adaptive"}})
-    for block in ({"overlap": False}, {"autotune": False}, {"num_chunks": 1}, {"deterministic": True}):
-        assert steps_ms(block) == in_deepspeeds_order
-    assert sum(steps_ms({})) < sum(in_deepspeeds_order)
+    assert steps_ms({"overlap": False}) == in_deepspeeds_order
+    in_one_chunk = steps_ms({"autotune": False})
+    for block in ({"num_chunks": 1}, {"deterministic": True}):
+        assert steps_ms(block) == in_one_chunk
+    assert sum(steps_ms({})) < sum(in_one_chunk) < sum(in_deepspeeds_order)
+    # A short run of a job starts as the job does.
+    assert steps_ms({"record": {"dir": "x", "stop_after": 50}}) == steps_ms({})
 
 
 def test_it_is_that_of_the_all_to_all_and_the_sums_of_gradients_that_are_asked_for() -> None:
@@ -318,6 +321,9 @@ def test_it_is_that_of_the_all_to_all_and_the_sums_of_gradients_that_are_asked_f
     once = {"gradient_partition": {"accumulate": "before_sum"}}
     each_time, at_stage_1 = planned({}, stage=2), planned({}, stage=1)
     assert planned(once, stage=2) == at_stage_1
+    by_deepspeed = {"mode": "off"}, {"mode": "off", "accumulate": "before_sum"}  # which knows no such word
+    each_time_by_deepspeed, asked_once = (planned({"gradient_partition": each}, stage=2) for each in by_deepspeed)
+    assert each_time_by_deepspeed == asked_once
     assert sum(each.step_ms for each in each_time) > 1.1 * sum(each.step_ms for each in at_stage_1)
     behind = planned({"gradient_partition": {"mode": "off"}})
     assert sum(each.step_ms for each in behind) > sum(each.step_ms for each in at_stage_1)
@@ -451,6 +457,13 @@ def test_what_a_trainer_writes_after_the_choice_counts_for_the_next_start_and_th
     run_steps(watched, 10, 4096)
     job = watched._predictor.job
     assert ({(each.B, each.L) for each in job.shapes}, job.micro_batches, asked) == ({(8, 512)}, 16, [4096])
+    # A length that the config has stays with other samples.
+    made = choice({"sequence_length": 512}, ds_config=ds_config(1) | {"train_micro_batch_size_per_gpu": 8})
+    made.choose()
+    of_length = watched_lengths(
+        made.modules, ds_config(1) | {**written, "train_micro_batch_size_per_gpu": 4}, 2, "L00", running
+    )._predictor
+    assert ({(each.B, each.L) for each in of_length.job.shapes}, of_length.tokens) == ({(4, 512)}, 2048)
     assert "for 4096 tokens a micro-batch on what the last run saw" in chosen({}, ds_config=unknown)[1]
 
 
@@ -534,7 +547,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens for which sizes are predicted, on made-up links."""
     found: list[int] = []
 
-    def predicted(self: EpSizePredictor, usual: int, used_bytes: float) -> tuple[list[EpSize], str]:
+    def predicted(self: EpSizePredictor, usual: int, used_bytes: float = 0.0) -> tuple[list[EpSize], str]:
         found.append(self.tokens)
         return self.planned(links(SLOW, FAST), usual, used_bytes), "these links"
 

@@ -154,6 +154,7 @@ def test_a_layout_that_is_predicted_to_be_clearly_behind_what_was_measured_runs_
     assert "110.0" in row
     assert "not tried: predicted to take 1.4 times as long as the fastest took; name its size to try it" in row
     assert tune(does, "--ep-sizes", "1,4").sizes == [None, 4, 1]
+    assert tune(does, "--expert-tensor-parallel-sizes", "1").sizes == [None, 4]  # which all of them have
     # 1.3 times the 80 ms of the fastest are the bound, whatever the fastest was predicted to take.
     predicted_ms[1, 1] = 103.0
     assert tune(does).sizes == [None, 4, 1]

@@ -28,7 +28,7 @@ from ds_fsmoe.planning.decide.ep_size import ExpertJob, choose_ep_size
 from ds_fsmoe.planning.decide.plan import mode_of
 from ds_fsmoe.planning.workload import CHOICES, AllToAll, Shape
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
-from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps, settled
+from ds_fsmoe.tuning.when import FEWEST_STEPS, known_steps, runs_whole, settled
 
 _BATCH = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 _SHARED = "use_data_before_expert_parallelism"
@@ -72,7 +72,7 @@ class AutoEpSize:
 
     def choose(self) -> int:
         """Return the number of ranks for the experts, and note it with its reason. Collective over all ranks of the
-        job, unless it is known without a prediction.
+        job, unless it was noted before, or there is one size alone.
 
         Raises:
             DisagreementError: on every rank, if their blocks differ.
@@ -176,7 +176,9 @@ class AutoEpSize:
                     dtype_bytes=sizes.dtype.itemsize,
                 )
             )
-        block, _ = settled(self.block, self.ds_config, world)
+        # A short run of a job is to start as the job does, so that it is planned as long as that.
+        long = self.block.model_copy(update={"record": self.block.record.model_copy(update={"stop_after": 0})})
+        block, _ = settled(long, {}, world)
         zero, asked = self.ds_config.get("zero_optimization") or {}, block.gradient_partition
         stage, mode = zero.get("stage", 0), mode_of(block.schedule, asked.mode)
         numel = sum(numel_of(each) for each in self.model.parameters())
@@ -186,11 +188,12 @@ class AutoEpSize:
             self.topology.ranks_per_node,
             numel - sum(numel_of(each) for module in self.modules for each in module.parameters()),
             # Sums once a step are those of stage 1, and so is the memory for them.
-            zero=1 if stage == 2 and asked.accumulate == "before_sum" else stage,
+            zero=1 if stage == 2 and mode != "off" and asked.accumulate == "before_sum" else stage,
             micro_batches=micro_batches,
             overlap_comm=zero.get("overlap_comm") is not False,
             sums_in_slices=mode != "off" and asked.levels != 1,
             has_windows=mode != "off",
+            **({"max_degree": 1} if runs_whole(block) else {}),
             alltoall=_asked_alltoall(block),
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype
@@ -207,7 +210,7 @@ def watched_lengths(
     modules: Sequence[nn.Module], ds_config: Mapping[str, Any], ep_size: int, label: str, running: LayerRuntime
 ) -> BatchLengths | None:
     """Return what compares the batches of an engine with the length that its ``ep_size`` was chosen for; ``None`` where
-    there was nothing to choose, or where the job is over too soon or is a trial.
+    there was nothing to choose, or where the job is over too soon or is a trial. Collective.
 
     Args:
         modules: the modules of experts.
@@ -227,8 +230,8 @@ def watched_lengths(
             log_on_rank_0(f'ep_size = {ep_size} {words}; set "ep_size" if another is faster', logging.WARNING)
         return None
     # At the start the trainer may not have written the batch yet.
-    samples, micro_batches = _batch(ds_config, choice.predictor.job.world)
-    predictor = choice.predictor.for_batch(samples or 1, micro_batches)
+    samples, micro_batches = from_first_rank(_batch(ds_config, choice.predictor.job.world))
+    predictor = choice.predictor.for_batch(samples or 1, micro_batches, keeps_length=choice.is_given)
     found = BatchLengths(predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
     running.instruments.append(found.watch)
     return found

@@ -41,7 +41,7 @@ from ds_fsmoe.planning.decide.ep_size import (
 )
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.timeline import Contention
-from ds_fsmoe.tuning.when import STEPS_BEFORE, runs_whole
+from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 OFF = 0.2
 """The share by which tokens of a micro-batch may differ from what was assumed before sizes are predicted again."""
@@ -70,8 +70,8 @@ class EpSizePredictor:
 
     @property
     def schedule(self) -> str:
-        """Return the schedule that is planned. In one chunk or without overlap it is DeepSpeed's order."""
-        return self.block.schedule if self.block.overlap and not runs_whole(self.block) else "deepspeed"
+        """Return the schedule that is planned. Without overlap no schedule gains anything over DeepSpeed's order."""
+        return self.block.schedule if self.block.overlap else "deepspeed"
 
     @property
     def tokens(self) -> int:
@@ -83,11 +83,13 @@ class EpSizePredictor:
         shapes = tuple(replace(each, L=max(1, round(tokens / each.B))) for each in self.job.shapes)
         return replace(self, job=replace(self.job, shapes=shapes))
 
-    def for_batch(self, samples: int, micro_batches: int) -> EpSizePredictor:
-        """Return predictions of the same job with micro-batches of as many tokens in so many samples."""
-        tokens, shapes = self.tokens, tuple(replace(each, B=samples) for each in self.job.shapes)
+    def for_batch(self, samples: int, micro_batches: int, *, keeps_length: bool) -> EpSizePredictor:
+        """Return predictions of the same job with so many samples in a micro-batch: as long as before, or with as many
+        tokens together."""
+        shapes = tuple(replace(each, B=samples) for each in self.job.shapes)
         job = replace(self.job, shapes=shapes, micro_batches=micro_batches)
-        return replace(self, job=job, at_start=self.at_start or self.job).for_tokens(tokens)
+        found = replace(self, job=job, at_start=self.at_start or self.job)
+        return found if keeps_length else found.for_tokens(self.tokens)
 
     def predicted(self, usual: int | None = None, used_bytes: float = 0.0) -> tuple[list[EpSize], str]:
         """Return what is predicted of the likely sizes, ascending, and what costs of links it is from; the same on
@@ -183,6 +185,7 @@ class EpSizePredictor:
             "samples": job.shapes[0].B,
             "micro_batches": job.micro_batches,
             "schedule": self.schedule,
+            "chunks": job.max_degree,
             "alltoall": job.alltoall,
             "windows": job.has_windows,
             # A size that fits one device or optimizer need not fit another.

@@ -57,9 +57,10 @@ class AllowedSizes:
     """Empty: the config's own, as for the micro-batches."""
     micro_batches: Sequence[int | None] = ()
 
-    def names(self, layout: ExpertLayout) -> bool:
-        """Return True if the user asked for a layout's experts to lie so."""
-        return layout.ep_size in (self.ep_sizes or ()) or layout.esp_size in (self.esp_sizes or ())
+    def names(self, layout: ExpertLayout, own: ExpertLayout) -> bool:
+        """Return True if the user asked for a layout's experts to lie so, and not as they do."""
+        is_shared_anew = layout.esp_size != own.esp_size and layout.esp_size in (self.esp_sizes or ())
+        return is_shared_anew or layout.ep_size in (self.ep_sizes or ())
 
 
 @dataclass(frozen=True)

@@ -298,17 +298,21 @@ class Tuning:
         if not known_ms:
             print("tune: nothing was measured to predict layouts from: the nearest are tried first", flush=True)
         self.trials[-1].name += f" (ep_size {job.layout.ep_size})"
-        if not job.own_ep_size and self._subject.config.get("fsmoe", {}).get("ep_size", "auto") in ("auto", None):
+        block = self._subject.config.get("fsmoe", {})
+        # Expert packing chooses in its own way, and takes no number.
+        is_packed = "lina" in json.dumps(block.get("placement"))
+        if not job.own_ep_size and not is_packed and block.get("ep_size", "auto") in ("auto", None):
             self.trials[-1].chosen = [(("fsmoe", "ep_size"), job.layout.ep_size)]
         least_ms, num_tried = min(known_ms.values(), default=0.0), 0
         for layout in in_order(layouts, job, known_ms):
             changes = changes_of(layout, job, self._subject.config)
-            trial = LayoutTrial(words_of_changes(changes), changes, self._shown_ms(layout, job, known_ms))
+            shown_ms = self._shown_ms(layout, job, known_ms)
+            trial = LayoutTrial(words_of_changes(changes), changes, predicted_ms=shown_ms)
             self.trials.append(trial)
             ms = known_ms.get((layout.ep_size, layout.esp_size), 0.0)
             if ms > FAR * least_ms:
                 trial.state = f"not tried: predicted to take {ms / least_ms:.1f} times as long as the fastest"
-            elif (behind := self._behind(trial)) > BEHIND and not self._asked.names(layout):
+            elif (behind := self._behind(trial)) > BEHIND and not self._asked.names(layout, job.layout):
                 times = f"{behind:.1f} times as long as the fastest took"
                 trial.state = f"not tried: predicted to take {times}; name its size to try it"
             elif num_tried >= self._args.most:

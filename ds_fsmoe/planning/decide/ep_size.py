@@ -73,6 +73,8 @@ class ExpertJob:
     """
     has_windows: bool = True
     """Whether gradients may be sent before the backward ends."""
+    max_degree: int = Settings.max_degree
+    """The most chunks of a phase."""
     alltoall: AllToAll | None = None
     """The all-to-all that was asked for: flat instead where the ranks cannot have it. ``None``: the fastest."""
 
@@ -299,7 +301,7 @@ def step_ms(
     Raises:
         ValueError: the cluster lacks a number, or the schedule is unknown.
     """
-    settings = Settings(cluster.contention, num_micro_batches=job.micro_batches)
+    settings = Settings(cluster.contention, max_degree=job.max_degree, num_micro_batches=job.micro_batches)
     planner, zero = (
         Planner({}, settings),
         Zero(job.zero, job.shapes[0].dtype_bytes, job.has_windows, overlap_comm=job.overlap_comm),
