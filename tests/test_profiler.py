@@ -208,7 +208,7 @@ def test_a_backward_in_other_chunks_is_measured_as_soon_as_one_expert_is_not_wri
 ) -> None:
     place = SimpleNamespace(size=1, per_node=1, lanes=())
     forward = SimpleNamespace(groups=SimpleNamespace(placements={"ep": place, "esp": place}))
-    collectives = SimpleNamespace(ep_group=None, esp_group=None)
+    collectives = SimpleNamespace(ep_group=None, esp_group=None, nodes=None)
     pipeline = SimpleNamespace(forward=forward, collectives=collectives, recompute=False)
     layer: Any = SimpleNamespace(pipeline=pipeline, fsmoe=SimpleNamespace(is_unchunked=False))
     experts: Any = SimpleNamespace(shapes=[(4, 2)], num_experts=2)
