@@ -264,10 +264,11 @@ def test_a_job_that_nohup_has_started_goes_on_when_its_terminal_is_gone(tmp_path
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         assert run_training("tune", subject, planned, 60.0) == 0
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
+            run_training("tune", subject, planned, 60.0)
     finally:
         signal.signal(signal.SIGHUP, before)
-    with pytest.raises(SystemExit, match=str(128 + signal.SIGHUP)):
-        run_training("tune", subject, planned, 60.0)
 
 
 def test_stages_and_micro_batches_are_tried_where_they_are_allowed(tune: Any) -> None:
