@@ -302,12 +302,9 @@ def step_ms(
         ValueError: the cluster lacks a number, or the schedule is unknown.
     """
     settings = Settings(cluster.contention, max_degree=job.max_degree, num_micro_batches=job.micro_batches)
-    planner, zero = (
-        Planner({}, settings),
-        Zero(job.zero, job.shapes[0].dtype_bytes, job.has_windows, overlap_comm=job.overlap_comm),
-    )
+    zero = Zero(job.zero, job.shapes[0].dtype_bytes, job.has_windows, overlap_comm=job.overlap_comm)
     layers, counts = job.layers(groups, alltoall, cluster), Counter(job.shapes)
-    few = _FEW_AT_3 if job.zero == 3 else _FEW
+    planner, few = Planner({}, settings), _FEW_AT_3 if job.zero == 3 else _FEW
     if plans_all or max(counts.values()) <= few + 1:
         return job.rest_ms + planner.batch_ms(zero.plan(planner, schedule, layers))
     of_shape = dict(zip(job.shapes, layers, strict=True))
