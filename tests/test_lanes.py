@@ -409,11 +409,20 @@ def test_the_error_of_an_observer_is_that_of_its_task(lanes: Lanes, lane: Lane) 
 # ---- Ctrl-C, in a process of its own: some signals are for the main thread only
 
 
-def raise_at(number: int) -> list[bool]:
-    """From now on this signal raises in the main thread; return a list that grows with each."""
+def raise_at(number: int, armed: list[bool] | None = None) -> list[bool]:
+    """From now on this signal raises in the main thread; return a list that grows with each.
+
+    With `armed` it raises only while that is not empty, and empties it: the kernel may give an alarm to a
+    thread that the processor takes up only after the alarm was switched off.  A list, as the lock of an
+    event could be held by the very thread that is interrupted.
+    """
     raised: list[bool] = []
 
     def interrupt(*_: Any) -> None:
+        if armed is not None:
+            if not armed:
+                return
+            armed.clear()
         raised.append(True)
         raise KeyboardInterrupt
 
@@ -457,17 +466,20 @@ def interrupted_twice(first: str) -> tuple[list[str], list[str]]:
 
 def interrupted_anywhere() -> int:
     """How many runs were interrupted; after each the lanes compute what they should."""
-    rng, lanes, raised = random.Random(1), ThreadLanes(), raise_at(signal.SIGALRM)
+    rng, lanes, armed = random.Random(1), ThreadLanes(), list[bool]()
+    raised = raise_at(signal.SIGALRM, armed)
     cases = [(random_schedule(seed), serial_outcome(random_schedule(seed))) for seed in range(10)]
     while len(raised) < 100:
         schedule, expected = cases[rng.randrange(10)]
         case = Arithmetic(schedule)
         with suppress(KeyboardInterrupt):
             try:
+                armed.append(True)
                 signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 2e-3))
                 lanes.run(schedule, case.bodies)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                armed.clear()
         case = Arithmetic(schedule)
         lanes.run(schedule, case.bodies)
         assert case.outcome() == expected
