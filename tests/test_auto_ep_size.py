@@ -21,7 +21,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-from ds_fsmoe import cli
 from ds_fsmoe.config.accelerate import leave_block_alone, watch_block_again
 from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.agreement import DisagreementError
@@ -29,41 +28,23 @@ from ds_fsmoe.distributed.fail_together import MeasuringError, raise_on_all_rank
 from ds_fsmoe.distributed.topology import Topology, topology_of_size
 from ds_fsmoe.engine import auto_ep_size, own_experts
 from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of, forget_ep_size, watched_lengths
-from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
-from ds_fsmoe.files import learned_batches
 from ds_fsmoe.measuring import cluster_profile
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements, cluster_fingerprint, write_measurements
 from ds_fsmoe.measuring.stopwatch import Stopwatch, Times
-from ds_fsmoe.planning.cluster import Cluster, Operation, cluster_as_json
+from ds_fsmoe.planning.cluster import cluster_as_json
 from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
-from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.ep_size import EpSize, choose_ep_size, ep_sizes, states_bytes
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import predicted_ep_size
-from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor, learned_of
+from ds_fsmoe.tuning.predicted_ep_size import learned_of
+from tests.ep_size_cases import FAST, SLOW, choice, chosen, links
 from tests.hf_families import NUM_EXPERTS, config_of, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.test_expert_packing import trained
 from tests.test_hugging_face import ds_config, engine_of
-
-FREE = Operation(LinearCost(0.0, 0.0))
-PER_BYTE = {"all_to_all": 1, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-SLOW, FAST = 1e-3, 1e-4
-"""The ms of a byte."""
-
-
-def links(inter: float, intra: float, per_node: int = 2) -> Cluster:
-    """Two nodes whose collectives take so many ms a byte, and whose processors take no time."""
-    costs = {
-        f"{link}.{name}": Operation(LinearCost(0.01, slope * PER_BYTE[name]), 2)
-        for link, slope in zip(LINKS, (inter, intra), strict=True)
-        for name in COLLECTIVES
-    }
-    free = dict.fromkeys(("gemm", "attention", "softmax", "routing", "order"), FREE)
-    return Cluster("mine", 2, per_node, costs | free)
 
 
 def on_links(folder: Path) -> dict[str, Any]:
@@ -255,20 +236,6 @@ def test_links_are_measured_once_and_without_them_or_the_tokens_it_is_the_larges
 # ---- without ranks
 
 
-def choice(block: dict[str, Any], **changes: Any) -> AutoEpSize:
-    """What a choice depends on, of a small model on nodes of two ranks."""
-    model, written, topology = model_of("olmoe"), FSMoEBlock(**block), topology_of_size(4, 2)
-    given = {"ds_config": ds_config(1), "model": model, "cautious": 2, "topology": topology}
-    given |= {"fitting": fitting_ep_sizes(written, [NUM_EXPERTS], 4), "modules": list(find_experts(model).values())}
-    return AutoEpSize(written, device=torch.device("cpu"), dtype=None, **(given | changes))
-
-
-def chosen(block: dict[str, Any], **changes: Any) -> tuple[int, str]:
-    """The size, and the words about it."""
-    made = choice(block, **changes)
-    return made.choose(), choice_of(made.modules).reason
-
-
 def test_a_cluster_that_the_config_names_is_taken_also_where_nothing_may_depend_on_timings(tmp_path: Path) -> None:
     # The cache has links that are alike.
     fingerprint = cluster_fingerprint(torch.device("cpu"), topology_of_size(4, 2))
@@ -425,48 +392,6 @@ def test_experts_that_are_frozen_once_they_are_loaded_learn_no_size_and_one_that
         assert ("ep_size = 1 was chosen as if all parameters of experts were trained" in caplog.text) == is_said
 
 
-def test_a_batch_is_that_of_the_first_rank_and_one_that_is_not_known_makes_no_use_of_a_length(
-    asked: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    unknown = {name: value for name, value in ds_config(1).items() if name not in auto_ep_size._BATCH}
-    made = choice({"sequence_length": 64}, ds_config=unknown)
-    assert made.choose() == 2
-    predictor = choice_of(made.modules).predictor
-    assert predictor is not None
-    run_steps(BatchLengths(predictor, 2, "L00", is_known=False, is_given=False), 10, 4096)
-    size, said = chosen({"sequence_length": 64}, ds_config=unknown)
-    assert (size, said.partition(";")[0]) == (1, "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw")
-    first = {"train_micro_batch_size_per_gpu": 3}
-    monkeypatch.setattr(auto_ep_size, "from_first_rank", lambda batch: dict.fromkeys(batch) | first)
-    made = choice({})
-    made.choose()
-    predictor = choice_of(made.modules).predictor
-    assert predictor is not None
-    assert {(each.B, predictor.job.micro_batches) for each in predictor.job.shapes} == {(3, 1)}
-
-
-def test_what_a_trainer_writes_after_the_choice_counts_for_the_next_start_and_the_job_is_found_without_it(
-    asked: list[int],
-) -> None:
-    unknown = {name: value for name, value in ds_config(1).items() if name not in auto_ep_size._BATCH}
-    written = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 16}
-    made = choice({}, ds_config=unknown)
-    made.choose()
-    running = SimpleNamespace(block=made.block, instruments=[])
-    watched = watched_lengths(made.modules, unknown | written, 2, "L00", running)
-    run_steps(watched, 10, 4096)
-    job = watched._predictor.job
-    assert ({(each.B, each.L) for each in job.shapes}, job.micro_batches, asked) == ({(8, 512)}, 16, [4096])
-    # A length that the config has stays with other samples.
-    made = choice({"sequence_length": 512}, ds_config=ds_config(1) | {"train_micro_batch_size_per_gpu": 8})
-    made.choose()
-    of_length = watched_lengths(
-        made.modules, ds_config(1) | {**written, "train_micro_batch_size_per_gpu": 4}, 2, "L00", running
-    )._predictor
-    assert ({(each.B, each.L) for each in of_length.job.shapes}, of_length.tokens) == ({(4, 512)}, 2048)
-    assert "for 4096 tokens a micro-batch on what the last run saw" in chosen({}, ds_config=unknown)[1]
-
-
 def test_numbers_that_accelerate_writes_until_the_loader_is_known_are_no_batch() -> None:
     accelerate = pytest.importorskip("accelerate.utils")
     from transformers.integrations import deepspeed as theirs
@@ -531,155 +456,3 @@ def test_a_configuration_without_the_choices_of_a_token_and_a_size_out_of_bounds
     assert "the configuration of OlmoeForCausalLM has none of num_experts_per_tok, " in caplog.text
     assert choice({"sequence_length": 10**15}).choose() == 2
     assert "L = 1000000000000000: must be at most" in caplog.text
-
-
-# ---- what a run sees of its batches
-
-
-def lengths(length: int, **known: bool) -> BatchLengths:
-    """What compares the batches of a job on these links, which has this length and 2 ranks for its experts."""
-    known = {"is_known": True, "is_given": False} | known
-    return BatchLengths(choice({})._predictor(length), 2, "L00", **known)
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens for which sizes are predicted, on made-up links."""
-    found: list[int] = []
-
-    def predicted(self: EpSizePredictor, usual: int, used_bytes: float = 0.0) -> tuple[list[EpSize], str]:
-        found.append(self.tokens)
-        return self.planned(links(SLOW, FAST), usual, used_bytes), "these links"
-
-    monkeypatch.setattr(EpSizePredictor, "predicted", predicted)
-    return found
-
-
-def run_steps(watched: BatchLengths, count: int, *of_batches: int | tuple[int, ...], is_tuned: bool = True) -> None:
-    """Steps of forwards, each with a batch of one part or of several."""
-    for _ in range(count):
-        for parts in of_batches:
-            watched.begin_forward(has_batch=True)
-            for tokens in (parts,) if isinstance(parts, int) else parts:
-                call(watched, tokens)
-            watched.end_forward()
-        if watched.step_is_over(is_tuned):
-            watched.compare()
-
-
-def call(watched: BatchLengths, tokens: int, label: str = "L00", is_training: bool = True) -> None:
-    watched.watch(SimpleNamespace(is_training=is_training, label=label, x=torch.empty(1, tokens, 1)))
-
-
-def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
-    asked: list[int], caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    caplog.set_level(logging.INFO, "ds_fsmoe")
-    watched = lengths(1, is_known=False)
-    run_steps(watched, 10, 3096, 5096)
-    assert asked == [4096]
-    (line,) = (each.message for each in caplog.records if "next start" in each.message)
-    assert "micro-batches have 4096 tokens on average: the next start will use ep_size = 1 (predicted to be " in line
-    size, said = chosen({})
-    assert (size, said.partition(";")[0]) == (1, "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw")
-    # Another batch, model or cluster is another job, and nothing is known of it; nor where it may not be used.
-    config = ds_config(1)
-    others: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {"ds_config": config | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}}),
-        ({}, {"ds_config": config | {"gradient_accumulation_steps": 4}}),
-        ({}, {"ds_config": ds_config(3)}),
-        ({}, {"topology": topology_of_size(4, 4)}),
-        ({"deterministic": True, "trace": {"cluster": "testbed_b"}}, {}),
-    ]
-    for block, changes in others:
-        size, said = chosen(block, **changes)
-        assert (size, "set" in said) == (2, True)
-    # It can be looked at and forgotten; an old file is ignored with a line.
-    assert cli.main(["remembered"]) == 0
-    listed = capsys.readouterr().out
-    name, *numbers = listed.splitlines()[-1].split()
-    assert numbers[:3] == ["2", str(NUM_EXPERTS), "4"]
-    assert numbers[-5:-1] == ["4096", "1", "2", "takes"]
-    assert [cli.main(["remembered", "--forget", each]) for each in ("other", name)] == [1, 0]
-    assert choice({}).choose() == 2
-    capsys.readouterr()
-    assert cli.main(["remembered"]) == 0
-    assert capsys.readouterr().out == "nothing is remembered\n"
-    run_steps(lengths(1, is_known=False), 10, 4096)
-    (file,) = learned_batches.all_files()
-    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
-    assert choice({}).choose() == 2
-    assert "what the last run has learned is ignored: " in caplog.text
-    assert cli.main(["remembered"]) == 0
-    assert "ignored: " in capsys.readouterr().out
-
-
-def test_batches_about_as_long_as_assumed_need_no_prediction_and_others_do(asked: list[int]) -> None:
-    watched = lengths(1000)
-    # From step 100 on its mean is what is assumed; then it looks at steps 1000, 2000, ...
-    for steps, tokens, wanted in ((10, (800, 1200), []), (90, (700,), [700]), (900, (700,), [700])):
-        run_steps(watched, steps, *tokens)
-        assert asked == wanted
-    run_steps(watched, 1000, 300)
-    assert asked == [700, 300]
-
-
-def test_it_waits_for_plans_and_counts_each_batch_once(asked: list[int]) -> None:
-    watched = lengths(1)
-    run_steps(watched, 25, 500, is_tuned=False)
-    assert asked == []
-    watched.begin_forward(has_batch=False)
-    call(watched, 10_000)  # the rows of a rank without a batch are made up
-    watched.end_forward()
-    watched.begin_forward(has_batch=True)
-    call(watched, 10_000)  # it ends in an error
-    watched.begin_forward(has_batch=True)
-    call(watched, 10_000, is_training=False)
-    call(watched, 10_000, label="L01")
-    call(watched, 500)
-    watched.end_forward()
-    call(watched, 10_000)  # the script generates with the model itself, which may be in training mode
-    run_steps(watched, 1, (250, 250), 500)
-    assert asked == [500]
-
-
-def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
-    asked: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "ds_fsmoe")
-    watched = lengths(128, is_given=True)
-    for tokens, steps in ((120, 10), (128, 90), (140, 2000)):
-        run_steps(watched, steps, tokens)
-    assert asked == [140]
-    (line,) = (each.message for each in caplog.records)
-    assert line.endswith(
-        'micro-batches have 140 tokens on average, 140 at the most, not 128 ("sequence_length": 128); 2 is predicted '
-        "to be the best size all the same"
-    )
-    caplog.clear()
-    watched = lengths(128, is_given=True)
-    run_steps(watched, 10, 4000, 4192)
-    (line,) = (each.message for each in caplog.records)
-    assert '4192 at the most, not 128 ("sequence_length": 128): 1 is predicted to be ' in line
-    assert line.endswith('times as fast as 2; set "sequence_length": 4192 and restart from a checkpoint to have it')
-    # What the config has is not remembered.
-    assert list(learned_batches.all_files()) == []
-
-
-def test_a_length_that_is_exceeded_is_said_once_also_where_no_size_can_be_predicted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: Any) -> None:
-        raise MeasuringError("no link")
-
-    monkeypatch.setattr(EpSizePredictor, "predicted", fails)
-    run_steps(lengths(128, is_given=True), 2000, 140)
-    (line,) = (each.message for each in caplog.records)
-    seen = 'micro-batches have 140 tokens on average, 140 at the most, not 128 ("sequence_length": 128)'
-    assert line == f"ep_size: {seen}, and no size is predicted for them: no link"
-
-
-def test_a_remembered_size_that_does_not_fit_is_ignored_with_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    choice({})._predictor(1).keep(learned_batches.LearnedBatches(4096, 3))
-    assert choice({}).choose() == 2
-    assert "what the last run has learned is ignored: its ep_size = 3 is none of 1, 2, 4" in caplog.text
