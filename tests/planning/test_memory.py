@@ -12,7 +12,7 @@ import pytest
 from ds_fsmoe import cli
 from ds_fsmoe.offline.models import memory_states as kept
 from ds_fsmoe.offline.models.architecture import Architecture, Attention, BlockExperts, ModelBlock
-from ds_fsmoe.offline.models.known import load_model
+from ds_fsmoe.offline.models.known import load_model, model_names
 from ds_fsmoe.offline.models.memory import (
     COMMUNICATOR_BYTES,
     COMMUNICATORS,
@@ -26,7 +26,7 @@ from ds_fsmoe.offline.models.memory_states import Parameters, most_in_partition,
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
 
-MODELS = ("mixtral-8x7b", "olmoe", "qwen3-30b-a3b", "deepseek-v3", "deepseek-v2-lite", "gpt-oss-20b", "phi-3.5-moe")
+MODELS = model_names()
 ATTENTION = Attention(heads=5, kv_heads=5, head_dim=7, value_dim=7)
 DENSE = ModelBlock(ATTENTION, dense_H=33, num_norms=70)
 EXPERTS = BlockExperts(E=6, K=2, H=11)

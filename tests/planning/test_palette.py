@@ -15,12 +15,12 @@ from ds_fsmoe.planning.decide.presets import NAMES
 
 IN_ONE_LANE = {
     "compute": (
-        *(kinds.EXPERT, kinds.ATTENTION, kinds.SOFTMAX, kinds.ELEMENTWISE),
+        *(kinds.EXPERT, kinds.ATTENTION, kinds.SOFTMAX, kinds.DENSE, kinds.ELEMENTWISE),
         *(kinds.ROUTE, kinds.ORDER, kinds.RESTORE, kinds.REST, kinds.QUANTISE_IN, kinds.DEQUANTISE_IN),
     ),
     "intra": (
         *(kinds.A2A_IN_NODE, kinds.A2A_OUT_NODE, kinds.GATHER, kinds.REDUCE, kinds.SPREAD, kinds.COLLECT),
-        *(kinds.MP_GATHER, kinds.MP_REDUCE, kinds.GRAD, kinds.EXPERT_GRAD),
+        *(kinds.MP_GATHER, kinds.MP_REDUCE, kinds.GRAD, kinds.EXPERT_GRAD, kinds.GRAD_SCATTER, kinds.GRAD_GATHER),
         *(kinds.QUANTISE_SPREAD, kinds.DEQUANTISE_SPREAD),
     ),
     "inter": (
@@ -54,7 +54,9 @@ def test_colours_that_meet_in_a_lane_differ_however_they_are_seen(lane: str, see
 
 
 def test_every_kind_of_task_has_words_and_a_colour() -> None:
-    assert palette.TASK_NAMES.keys() == palette.PALETTE.keys()
+    every_kind = {value for name, value in vars(kinds).items() if name.isupper() and isinstance(value, str)}
+    assert {kinds.EXPERT, kinds.DENSE, kinds.HOLD} <= every_kind
+    assert palette.TASK_NAMES.keys() == palette.PALETTE.keys() == every_kind
     assert palette.task_name("MY_OWN") == "my own"
     assert palette.colour_of("MY_OWN") not in palette.PALETTE.values()
     assert set(palette.LANES) == set(palette.LANE_NAMES)

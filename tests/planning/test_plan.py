@@ -14,6 +14,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide import plan as plan_module
 from ds_fsmoe.planning.decide.block_times import BlockTimes
 from ds_fsmoe.planning.decide.bounds import step_bounds_ms
+from ds_fsmoe.planning.decide.gradients import MODES
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches
 from ds_fsmoe.planning.groups import Groups
@@ -168,7 +169,7 @@ def test_every_switch_goes_with_every_other(links: str, solver: str) -> None:
     layers = [layer_work(SHAPE, *LAYOUTS["the paper's"])] * 2
     planner = Planner(random_costs(random.Random(1)), Settings(max_degree=4, solver=solver))
     for pipeline in ("off", "common", "per_phase", "by_bytes"):
-        for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
+        for mode in MODES:
             plan = plan_by_switches(planner, Switches(pipeline, links, mode), layers)
             check_laws(plan)
             degrees = {each.degree for each in (*plan.forward, *plan.backward)}

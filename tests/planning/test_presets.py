@@ -10,6 +10,7 @@ import pytest
 from ds_fsmoe.planning.block import BlockPlan, Slice, block_schedule
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
+from ds_fsmoe.planning.decide.gradients import MODES
 from ds_fsmoe.planning.decide.plan import Settings
 from ds_fsmoe.planning.decide.plan_requests import MIN_GAIN, SearchSpace
 from ds_fsmoe.planning.decide.presets import NAMES, PRESETS, Switches, preset
@@ -110,7 +111,7 @@ def test_every_switch_alone_changes_only_what_it_says() -> None:
     for pipeline in ("common", "per_phase", "by_bytes"):
         orders = SearchSpace.of(Switches(pipeline=pipeline), 8).orders
         assert orders == tuple(Order(degree, "shared") for degree in range(1, 9))
-    for mode in ("off", "dense_only", "fixed_chunk", "micro_ops", "adaptive"):
+    for mode in MODES:
         assert SearchSpace.of(Switches(gradients=mode), 8) == SearchSpace.of(Switches(), 8)
 
 
