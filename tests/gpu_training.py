@@ -77,8 +77,10 @@ def _trained(engine: Any, losses: Iterable[torch.Tensor]) -> dict[str, Any]:
     from deepspeed.utils import safe_get_full_fp32_param
 
     found: dict[str, Any] = {"losses": [], "parameters": {}, "layers": None}
+    gradients: set[torch.device] = set()
     for loss in losses:
         engine.backward(loss)
+        gradients |= {each.grad.device for each in engine.module.parameters() if each.grad is not None}
         engine.step()
         found["losses"].append(loss.item())
     for name, each in engine.module.named_parameters():
@@ -86,16 +88,14 @@ def _trained(engine: Any, losses: Iterable[torch.Tensor]) -> dict[str, Any]:
         found["parameters"][name] = whole.detach().cpu().double()
     if hasattr(engine, "fsmoe"):
         found |= {"layers": len(engine.fsmoe.layers), "lanes": type(engine.fsmoe.running.lanes).__name__}
-        found["devices"] = _devices_of(engine)
+        found["devices"] = _devices_of(engine, gradients)
     engine.destroy()
     return found
 
 
-def _devices_of(engine: Any) -> dict[str, list[str]]:
-    """Return what is where."""
-    parameters = list(engine.module.parameters())
-    found = {"parameters": {each.device for each in parameters}}
-    found["gradients"] = {each.grad.device for each in parameters if each.grad is not None}
+def _devices_of(engine: Any, gradients: set[torch.device]) -> dict[str, list[str]]:
+    """Return what is where; ZeRO has taken the gradients away when a backward is over."""
+    found = {"parameters": {each.device for each in engine.module.parameters()}, "gradients": gradients}
     if isinstance(engine.fsmoe.running.lanes, StreamLanes):
         found["streams"] = {each.device for each in engine.fsmoe.running.lanes._links.values()}
         found["current"] = {torch.device("cuda", torch.cuda.current_device())}

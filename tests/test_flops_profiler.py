@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, train_steps
+from tests.small_model import BATCH, LENGTH, NUM_EXPERTS, WIDTH, Case, SmallModel, train_steps
 
 
 def macs_of(file: Path) -> float:
@@ -63,7 +64,8 @@ def profiled(rank: int, world_size: int, folder: str) -> list[bool]:
 
 
 @pytest.mark.long
-def test_layers_stay_cut_where_rank_0_is_profiled(tmp_path: Path) -> None:
-    """Losses and numbers of products are held by test_record_hugging_face.py."""
+def test_layers_stay_cut_where_rank_0_is_profiled_and_the_products_of_experts_count(tmp_path: Path) -> None:
     assert run_on_ranks(profiled, 2, tmp_path / "ranks", str(tmp_path)) == [[True, True]] * 2
-    assert macs_of(tmp_path / "flops.txt") > 0
+    tokens, slots = BATCH * LENGTH, NUM_EXPERTS * math.ceil(BATCH * LENGTH * 1.25 / NUM_EXPERTS)
+    of_a_layer = tokens * WIDTH * (WIDTH + NUM_EXPERTS) + slots * 2 * WIDTH * 28
+    assert macs_of(tmp_path / "flops.txt") == 2 * of_a_layer == 50_050

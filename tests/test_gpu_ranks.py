@@ -85,6 +85,7 @@ def check(of_ranks: list[list[dict[str, Any]]], lanes: str, device: str) -> None
     """Each rank is on a device of its own, or all are on the CPU, with losses that are numbers."""
     for rank, stages in enumerate(of_ranks):
         here = device.format(rank=rank)
+        assert stages[0]["devices"]["gradients"] == [here]
         for found in stages:
             assert found["lanes"] == lanes
             assert found["devices"]["parameters"] == [here]
