@@ -182,8 +182,6 @@ def test_what_is_measured_is_so_on_all_ranks_alike_at_the_sizes_of_the_planners_
             # More never costs less by the line, whatever the clock has said.
             predicted_ms = [timing.fit.cost.ms(size) for size in timing.sizes]
             assert predicted_ms == sorted(predicted_ms)
-            assert timing.fit.r2 <= 1.0
-            assert timing.fit.worst_share >= 0.0
     # Conversions are measured where wires ask for them, by the bytes of whole rows: on a rank with one expert, from two
     # ranks of each shard, in float32.
     for name in (QUANTISED, DEQUANTISED):

@@ -295,7 +295,7 @@ def peaks_by_degrees(rank: int, world_size: int, ep: int, esp: int) -> dict[tupl
 
 
 @sampled(("world_size", "ep", "esp"), [(1, 1, 1), (2, 2, 1), (2, 1, 2)])
-def test_sixteen_chunks_take_no_more_than_5_percent_more_memory_than_one(
+def test_sixteen_chunks_take_5_percent_more_memory_than_one_at_most_and_20_where_the_other_way_is_in_one(
     world_size: int, ep: int, esp: int, tmp_path: Path
 ) -> None:
     for ratios in run_on_ranks(peaks_by_degrees, world_size, tmp_path, ep, esp):
@@ -330,7 +330,9 @@ def peak_of_layer(takes_over: bool, expert: nn.Module, k: int, dtype: torch.dtyp
     drawn=3,
     ids=str,
 )
-def test_the_layer_takes_at_most_10_percent_more_memory_than_stocks(kind: str, dtype: torch.dtype, k: int) -> None:
+def test_the_layer_takes_10_percent_more_memory_than_stocks_at_most_and_15_with_any_module(
+    kind: str, dtype: torch.dtype, k: int
+) -> None:
     sizes = LARGE[1:]
     expert = EXPERTS[kind](*sizes) if kind in EXPERTS else GPTFeedForward(*sizes, activation=kind)
     stocks, ours = (peak_of_layer(takes_over, expert, k, dtype) for takes_over in (False, True))
