@@ -69,6 +69,20 @@ class Launches(TorchDispatchMode):
         return result
 
 
+class Operations(TorchDispatchMode):
+    """Notes operations of the given names, without names all, and the shape of the result of each."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.found = names, list[tuple[str, Any]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if not self.names or name in self.names:
+            self.found.append((name, getattr(result, "shape", None)))
+        return result
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 

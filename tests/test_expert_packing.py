@@ -16,7 +16,6 @@ import pytest
 import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -27,6 +26,7 @@ from ds_fsmoe.engine.shard_experts import packed_ep_size
 from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
+from tests.call_counts import Operations
 from tests.hf_families import NUM_EXPERTS, batch, loss_of, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
@@ -177,24 +177,9 @@ def test_experts_are_timed_by_the_products_with_which_they_train(has_gate: bool,
     for is_grouped, expected in ((True, grouped), (False, one_by_one)):
         kind = replace(SIZES, num_experts=6, has_gate=has_gate, is_grouped=is_grouped)
         run = packing_times._experts(kind, 2, sharing, torch.device("cpu"))(7)
-        with Products() as products:
+        with Operations("mm", "_grouped_mm") as products:
             run()
         assert products.found == expected
-
-
-class Products(TorchDispatchMode):
-    """Notes each product of matrices and the shape of its result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, tuple[int, ...]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if name in ("mm", "_grouped_mm"):
-            self.found.append((name, tuple(result.shape)))
-        return result
 
 
 def timed_and_chosen(rank: int, world_size: int) -> tuple[list[int], int, list[float]]:

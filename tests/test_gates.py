@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.gate import GateBase, entropy_of
 from ds_fsmoe.components.routing import Routing, kind_of
 from ds_fsmoe.components.token_choice import TokenChoiceGate
+from tests.call_counts import Operations
+from tests.pretended_gpu.modes import READ_BY_HOST
 from tests.reference import LayerSettings, capacity_of
 from tests.samples import sampled
 
@@ -249,28 +250,15 @@ def test_a_router_computes_in_float64_if_tokens_are_and_in_float32_otherwise(nam
 # ---- what a GPU is waited for, and what is told to monitors
 
 
-class Waits(TorchDispatchMode):
-    """Collects operators whose result, or its size, the host has to have: on a GPU it waits for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique2"):
-            self.found.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-
 @EVERY_GATE
 def test_a_gate_waits_for_the_device_only_to_size_what_drops_nothing(name: str, options: dict) -> None:
     gate, x_SM = make_gate(name, options, (31, 6, 13))
     drops = options.get("drop_tokens", True)
     for used_S in (None, torch.arange(31) % 3 > 0):
         gate(x_SM, used_S)  # a capacity that follows from sizes is worked out once, on the host
-        with Waits() as seen:
+        with Operations(*READ_BY_HOST) as seen:
             gate(x_SM, used_S)
-        assert seen.found == ([] if drops else ["_local_scalar_dense"])
+        assert [name for name, _ in seen.found] == ([] if drops else ["_local_scalar_dense"])
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)

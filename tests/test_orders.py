@@ -6,12 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe import registry
 from ds_fsmoe.components.order import OrderBase
@@ -19,6 +17,7 @@ from ds_fsmoe.components.routing import DenseRouting, Routing, RoutingBase, Slot
 from ds_fsmoe.execution import slot_chunks
 from ds_fsmoe.execution.device_tables import DeviceTables
 from ds_fsmoe.execution.slot_chunks import CapacityChunks
+from tests.call_counts import Operations
 
 # (S, M, E, C, K); in the second some slots stay empty whatever happens, in the third most choices find none.
 SIZES_SMECK = [(23, 13, 5, 7, 2), (3, 1, 2, 29, 1), (31, 7, 3, 2, 3), (1, 5, 1, 1, 1)]
@@ -211,18 +210,6 @@ def test_neither_autocast_nor_gaps_in_memory_change_a_number(order: OrderBase) -
 # ---- where slots lie is worked out once for sizes that stay, and kept in bounds where they do not
 
 
-class Noting(TorchDispatchMode):
-    """Notes the names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> DeviceTables:
     """New ones, empty."""
@@ -233,9 +220,9 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> DeviceTables:
 
 def copies(capacity: int) -> bool:
     """Whether a table is made for a call."""
-    with Noting() as noting:
+    with Operations("cat") as making:
         CapacityChunks((0, 1, capacity)).chunked_slots(torch.zeros(3, dtype=torch.long), 2)
-    return "aten.cat.default" in noting.names
+    return bool(making.found)
 
 
 def test_a_second_call_copies_nothing_and_capacities_that_never_come_again_do_not_fill_memory(

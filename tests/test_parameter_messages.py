@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_fsmoe.execution.node_links import NodeLinks
 from ds_fsmoe.gradients import updated_parameters
@@ -24,6 +23,7 @@ from ds_fsmoe.gradients.updated_parameters import (
     in_messages,
 )
 from ds_fsmoe.gradients.zero_stages import split_by_owner
+from tests.call_counts import Operations
 from tests.race_cases import world_of
 
 LAYERS, PER_NODE = 94, 8
@@ -47,17 +47,6 @@ def num_lines(function: Callable[[], Any]) -> int:
     finally:
         sys.settrace(before)
     return number
-
-
-class Copies(TorchDispatchMode):
-    """Counts operations that copy into memory that was there before."""
-
-    names: list[str]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "copy_" in func.overloadpacket.__name__:
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 def messages_of(ranks: int, levels: bool) -> tuple[list[torch.Tensor], list[_Message], int]:
@@ -104,11 +93,11 @@ def test_the_work_of_a_step_grows_with_parts_and_ranks_never_with_their_product(
             num_planning = num_lines(lambda: messages_of(ranks, levels))  # noqa: B023
             flats, messages, num_parts = messages_of(ranks, levels)
             seen[ranks] = num_lines(lambda: send(flats, messages)), num_planning, num_parts  # noqa: B023
-            with Copies() as copies:
-                copies.names = []
+            with Operations() as operations:
                 send(flats, messages)
-            assert set(copies.names) == {"_foreach_copy_"}
-            assert len(copies.names) <= len(messages) * (1 + levels)
+            copies = [name for name, _ in operations.found if "copy_" in name]
+            assert set(copies) == {"_foreach_copy_"}
+            assert len(copies) <= len(messages) * (1 + levels)
             arrived = int(flats[0].sum())
             assert arrived == sum(part.stop - part.first for m in messages for part in m.parts if part.owner != 1)
     for few, many in zip(seen[512], seen[1024], strict=True):

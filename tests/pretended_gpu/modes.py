@@ -23,7 +23,7 @@ from ds_fsmoe.execution.lanes import Lanes
 from tests.pretended_gpu.gpu import Event, Gpu, Stream, extent_of
 
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_READ_BY_HOST = (
+READ_BY_HOST = (
     *("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique_dim", "_unique2"),
     *("bincount", "repeat_interleave"),
 )
@@ -92,7 +92,7 @@ class _Operations(TorchDispatchMode):
         self, name: str, args: Any, kwargs: Any, there: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
     ) -> None:
         # Who is told the size of the result need not be asked for it.
-        if there and name in _READ_BY_HOST and (kwargs or {}).get("output_size") is None:
+        if there and name in READ_BY_HOST and (kwargs or {}).get("output_size") is None:
             self.gpu.host_waits(name, self.gpu.current)
         elsewhere = [each for each in given if each.dim() and not self.is_there(each) and each.numel()]
         if there and elsewhere and name not in ("copy_", "_to_copy"):
