@@ -16,7 +16,7 @@ from ds_fsmoe.ops.reference import take_slots
 from tests.gate_formulas import run_loop
 from tests.reference import LayerSettings, route
 from tests.samples import sampled
-from tests.test_gate_formulas import CASES, built, kept_weights
+from tests.test_gate_formulas import CASES, as_priority, assert_equal_loop, built
 from tests.test_gates import make_gate
 
 S, E, M = 19, 6, 7
@@ -36,23 +36,6 @@ def given_to(gate: Any, given: ReplayedRouting, *args: Any) -> Routing:
     return routing
 
 
-def assert_equal(routing: Routing, loop: Any, parameter: torch.Tensor) -> None:
-    """A decision has the weights, the loss and the gradients of the loop."""
-    found = kept_weights(routing)
-    assert found.keys() == loop.weights.keys()
-    for choice, weight in loop.weights.items():
-        assert found[choice].item() == pytest.approx(weight.item(), abs=1e-12)
-    assert routing.aux_loss.item() == pytest.approx(loop.aux_loss.item(), abs=1e-12)
-    factors = dict(zip(found, torch.randn(len(found), dtype=torch.float64), strict=True))
-    wanted, has = (
-        torch.autograd.grad(
-            sum(factors[each] * weights[each] for each in factors) + 0.37 * loss, parameter, materialize_grads=True
-        )[0]
-        for weights, loss in ((loop.weights, loop.aux_loss), (found, routing.aux_loss))
-    )
-    torch.testing.assert_close(has, wanted, atol=1e-10, rtol=1e-8)
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["all used", "some unused"])
 @sampled(("name", "options"), CASES, kept=range(0, len(CASES), 6), ids=str)
 def test_weights_losses_and_gradients_follow_the_formula_at_the_choice_that_is_given(
@@ -65,7 +48,8 @@ def test_weights_losses_and_gradients_follow_the_formula_at_the_choice_that_is_g
     routing = given_to(gate, ReplayedRouting(given_KS), x_SM, used_S)
     used = None if used_S is None else used_S.tolist()
     assert torch.equal(routing.experts_KS, given_KS)
-    assert_equal(routing, run_loop(name, gate, x_SM, used, seed=3, given=given_KS.t().tolist()), x_SM)
+    loop = run_loop(name, gate, x_SM, used, seed=3, given=given_KS.t().tolist())
+    assert_equal_loop(routing, loop, [x_SM, *gate.parameters()], atol=1e-11)
 
 
 @pytest.mark.parametrize("drop_tokens", [False, True])
@@ -77,15 +61,12 @@ def test_stocks_gate_follows_its_formula_at_the_choice_that_is_given(k: int, dro
     given_KS = some_choice(k)
     settings = TopKSettings(k=k, capacity_factor=0.6, min_capacity=0, drop_tokens=drop_tokens, use_rts=k > 1)
     routing = route_top_k(x_SM, weight_EM, settings, True, given=ReplayedRouting(given_KS))
-    priority_SE = None
-    if k == 1:
-        # Who stays is as topk breaks ties: what the gate itself said.
-        priority_SE = torch.zeros(S, E)
-        for token, expert in kept_weights(routing):
-            priority_SE[token, expert] = 1
+    # Who stays, where k is 1, is as topk breaks ties: what the gate itself said.
+    priority_SE = as_priority(routing, S)
     names = ("k", "capacity_factor", "min_capacity", "drop_tokens", "drop_policy")
     plain = LayerSettings(**{name: getattr(settings, name) for name in names})
-    assert_equal(routing, route(x_SM, weight_EM, plain, None, priority_SE, given_KS.t().tolist()), weight_EM)
+    loop = route(x_SM, weight_EM, plain, None, priority_SE, given_KS.t().tolist())
+    assert_equal_loop(routing, loop, [weight_EM], atol=1e-12)
 
 
 def alike(first: Routing, second: Routing) -> bool:
