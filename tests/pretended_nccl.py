@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed import comm as deepspeed_comm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_fsmoe.distributed import nccl
@@ -47,7 +48,8 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        # DeepSpeed's, if it has taken notice of the group, forgets its own groups too.
+        (deepspeed_comm if deepspeed_comm.is_initialized() else dist).destroy_process_group()
 
 
 def pretend_nccl(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from deepspeed import comm as deepspeed_comm
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe import BFloat16Communication, LinearGate, SimpleOrder
@@ -24,7 +22,6 @@ from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.distributed.groups import FSMoEGroups, make_groups
 from ds_fsmoe.execution import counts_exchange
-from ds_fsmoe.execution.collectives import Collectives
 from ds_fsmoe.execution.lanes import Lanes, make_lanes
 from ds_fsmoe.execution.pipeline import LayerPipeline, WholeExperts
 from ds_fsmoe.execution.row_sizes import RowSizes
@@ -37,6 +34,7 @@ from ds_fsmoe.registry import lookup
 from ds_fsmoe.two_batch.run import TwoBatchRun
 from tests.layer_runs import token_path
 from tests.pretended_gpu import Gpu, pretending
+from tests.pretended_nccl import fake_ranks
 from tests.reference import LayerSettings
 from tests.test_layer_against_loop import DROP, OF_SHARDS, local_experts, problem_of
 from tests.test_layer_against_loop import Case as LayerCase
@@ -90,40 +88,15 @@ class Copying(CallbackBase):
 HOOKS: dict[str, tuple[type[CallbackBase], ...]] = {"": (), "rounding": (BFloat16Communication,), "copying": (Copying,)}
 
 
-@contextmanager
-def world_of(ranks: int, rank: int = 1) -> Iterator[None]:
-    """A process group of one process, for as many ranks; nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank % ranks, world_size=ranks)
-    try:
-        yield
-    finally:
-        # DeepSpeed's, if it has taken notice of the group, forgets its own groups too.
-        (deepspeed_comm if deepspeed_comm.is_initialized() else dist).destroy_process_group()
-
-
 def pipelines_of(case: Case, groups: FSMoEGroups, lanes: Lanes) -> list[LayerPipeline]:
     """One for each layer."""
     exchange = exchange_in(groups, lookup("alltoall", case.layout.alltoall)())
     assert exchange.planned == case.layout.alltoall
-    collectives = Collectives(
-        exchange.exchange,
-        groups.ep_group,
-        groups.esp_group,
-        exchange.legs,
-        ((0, "backend"),),
-        exchange.exchange_rows,
-        exchange.row_legs,
-        block_of(groups),
-        exchange.forwarded,
-        exchange.nodes,
-    )
-    plans = (
-        PhasePlan(BlockPlan(case.forward, case.links), groups.planned, False, exchange.planned, bool(case.halves)),
-        PhasePlan(
-            BlockPlan(case.backward, case.links),
-            *(groups.planned, True, exchange.planned, bool(case.halves)),
-        ),
-    )
+    collectives = replace(exchange, reduces=((0, "backend"),), block=block_of(groups))
+    plans = [
+        PhasePlan(BlockPlan(degree, case.links), groups.planned, is_backward, exchange.planned, bool(case.halves))
+        for degree, is_backward in ((case.forward, False), (case.backward, True))
+    ]
     return [LayerPipeline(lanes, collectives, *plans, f"L{layer}", case.recompute) for layer in range(LAYERS)]
 
 
@@ -192,21 +165,14 @@ def _in_halves(layer: Callable[[int, torch.Tensor], torch.Tensor], x_SM: torch.T
     return run.complete()[:, 0]
 
 
-class _Arrived:
-    """Work that is done."""
-
-    def wait(self) -> None:
-        pass
-
-
 @contextmanager
 def counts_come_back() -> Iterator[None]:
     """Nothing is sent, so that there are counts at all each rank is taken to send this one as much as it is sent."""
 
-    def exchange(received: torch.Tensor, sent: torch.Tensor, *splits: Any, group: Any, async_op: bool) -> _Arrived:
+    def exchange(received: torch.Tensor, sent: torch.Tensor, *splits: Any, group: Any, async_op: bool) -> Any:
         dist.all_to_all_single(received, sent, *splits, group=group)
         received.copy_(sent)
-        return _Arrived()
+        return SimpleNamespace(wait=lambda: None)
 
     def sizes(counts: Any, own_ET: np.ndarray, host_NeT: np.ndarray, passed_XT: np.ndarray, *args: Any) -> RowSizes:
         if counts.forwarded is not None and (pairs := counts_exchange._pairs(counts.forwarded)):
@@ -225,7 +191,7 @@ def counts_come_back() -> Iterator[None]:
 
 def watched(case: Case, gpu: Gpu | None = None, overlap: bool = True) -> tuple[Gpu, list[Any]]:
     """(the device, what was computed) of a case, on streams or one task after another."""
-    with world_of(case.layout.ranks), counts_come_back(), pretending(gpu) as gpu:
+    with fake_ranks(1 % case.layout.ranks, case.layout.ranks), counts_come_back(), pretending(gpu) as gpu:
         lanes = make_lanes(torch.device("cuda"), overlap)
         assert isinstance(lanes, StreamLanes) == overlap
         found = train(case, lanes)

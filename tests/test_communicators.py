@@ -48,7 +48,6 @@ from ds_fsmoe.tuning.tuned_model import TunedModel
 from tests.lane_cases import INTER, INTRA, schedule_of
 from tests.pretended_device import pretended, run_pretended
 from tests.pretended_nccl import COLLECTIVES, fake_ranks, pretend_nccl
-from tests.race_cases import world_of
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel
 
@@ -128,7 +127,7 @@ def start(job: Job) -> Made:
         "zero_optimization": {"stage": job.stage},
         "fsmoe": block,
     }
-    with counted() as made, world_of(job.world, job.rank):
+    with counted() as made, fake_ranks(job.rank, job.world):
         deepspeed.init_distributed("fake")
         engine, *_ = ds_fsmoe.initialize(model=OneLayer(job.ep), config=config)
         engine.destroy()

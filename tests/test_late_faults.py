@@ -32,7 +32,7 @@ def on_the_device(rank: int, world_size: int, ranks: int) -> dict[str, Any]:
 
     from tests.pretended_gpu import Gpu, pretending
     from tests.pretended_gpu.accelerator import accelerated
-    from tests.race_cases import world_of
+    from tests.pretended_nccl import fake_ranks
     from tests.test_one_rank import engine_of, qwen3
 
     dist.destroy_process_group()
@@ -41,7 +41,7 @@ def on_the_device(rank: int, world_size: int, ranks: int) -> dict[str, Any]:
     gc.collect()
     gc.disable()
     found: dict[str, Any] = {}
-    with world_of(ranks, rank=0), accelerated(), pretending(gpu):
+    with fake_ranks(0, ranks), accelerated(), pretending(gpu):
         engine = engine_of(qwen3(), "plain", gradient_partition={"mode": "off"}, ep_size=1)
         experts = engine.module.model.layers[0].mlp.experts
         index = torch.randint(0, 17, (24, 4)).cuda()

@@ -24,7 +24,7 @@ from ds_fsmoe.gradients.updated_parameters import (
 )
 from ds_fsmoe.gradients.zero_stages import split_by_owner
 from tests.call_counts import Operations
-from tests.race_cases import world_of
+from tests.pretended_nccl import fake_ranks
 
 LAYERS, PER_NODE = 94, 8
 SIZES = (4096, 64, 512, 512, 4096, 4096, 64, 64)
@@ -89,7 +89,7 @@ def nothing_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_work_of_a_step_grows_with_parts_and_ranks_never_with_their_product(levels: bool) -> None:
     seen = {}
     for ranks in (512, 1024):
-        with world_of(ranks):
+        with fake_ranks(1, ranks):
             num_planning = num_lines(lambda: messages_of(ranks, levels))  # noqa: B023
             flats, messages, num_parts = messages_of(ranks, levels)
             seen[ranks] = num_lines(lambda: send(flats, messages)), num_planning, num_parts  # noqa: B023

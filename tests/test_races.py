@@ -27,7 +27,8 @@ from tests.engine_jobs import GPT, RUNS, TWO_NODES
 from tests.gradient_cases import LOOPS, Run, training
 from tests.layers_as_programs import PRETENDED
 from tests.pretended_gpu import Gpu, pretending
-from tests.race_cases import Case, Layout, assert_kept, counts_come_back, differences, watched, world_of
+from tests.pretended_nccl import fake_ranks
+from tests.race_cases import Case, Layout, assert_kept, counts_come_back, differences, watched
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
 from tests.test_gradients_against_stock import BY_RULE, whole_list
@@ -254,7 +255,7 @@ def on_the_device(run: Run, ranks: int, overlap: bool = True) -> Found:
     # Engines of earlier runs wait for the device when they are collected, wherever this one is then.
     gc.collect()
     gc.disable()
-    with world_of(ranks, rank=0), counts_come_back(), accelerated(), pretending(gpu):
+    with fake_ranks(0, ranks), counts_come_back(), accelerated(), pretending(gpu):
         gradient_cases.batch = lambda step, rank: tuple(each.cuda() for each in made(step, rank))
         try:
             with training(run, 0) as script:
