@@ -28,16 +28,8 @@ from ds_fsmoe.execution.row_sizes import ALONE, TokenChunks
 from ds_fsmoe.execution.slot_chunks import SlotLayout
 from tests.layer_runs import token_path
 
-ON_A_GPU = {
-    "number_rows": 4,
-    "arrange": 3,
-    "restore": 1,
-    "restore_backward": 3,
-    "gated": 1,
-    "gated_backward": 1,
-    "top_k_slots": 4,
-    "take_slots": 3,
-}
+ON_A_GPU = {"number_rows": 4, "arrange": 3, "restore": 1, "restore_backward": 3}
+ON_A_GPU |= {"gated": 1, "gated_backward": 1, "top_k_slots": 4, "take_slots": 3}
 """For each operator of ours the kernels, memsets and copies of its CUDA form, of dense tensors in two choices a token;
 tests/test_ops_cuda_launches.py holds it against the launchers."""
 

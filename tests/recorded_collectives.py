@@ -29,20 +29,9 @@ from ds_fsmoe.gradients.background_lane import BackgroundStreams
 from tests.deadlocks import Collective, Program
 
 KINDS = (
-    "all_reduce",
-    "all_to_all_single",
-    "all_to_all",
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_gather",
-    "reduce_scatter_tensor",
-    "reduce_scatter_single",
-    "reduce_scatter",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "barrier",
+    *("all_reduce", "all_to_all_single", "all_to_all", "all_gather_into_tensor", "all_gather_single", "all_gather"),
+    *("reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter", "broadcast", "reduce", "gather"),
+    *("scatter", "barrier"),
 )
 COMPUTE = "compute"
 

@@ -58,30 +58,13 @@ def record_details(folder: Path) -> None:
     both = {"predicted_ms": 4.0, "measured_ms": 5.0}
     compared = {"step": 10, "whole": both, "rest": both, "phases": {"L00/forward": both, "L00/backward": both}}
     run_files.append_lines(folder / run_files.COMPARED, [compared | {"kinds": {}, "busy": {"compute": 0.5}}])
-    fit = {
-        "operation": "all-to-all",
-        "unit": "byte",
-        "sizes": [1e4, 2e4],
-        "times_ms": [1.0, 2.0],
-        "line_ms": [1.0, 2.0],
-        "lines": [{"alpha_ms": 0.1, "beta_ms": 1e-4}],
-        "typical_share": 0.3,
-        "worst_share": 0.5,
-        "is_good": False,
-    }
-    choice = {
-        "layers": ["L00", "L01"],
-        "phase": "backward",
-        "degree": 3,
-        "order": "reduce_first",
-        "late_dw": 1,  # of 0.2.0, and ignored
-        "predicted_ms": 4.0,
-        "runner_up": 2,
-        "runner_up_ms": 4.5,
-        "uncut_ms": 6.0,
-        "bound_by": "the link <between> nodes",
-        "asked": None,
-    }
+    fit = {"operation": "all-to-all", "unit": "byte", "sizes": [1e4, 2e4], "times_ms": [1.0, 2.0]}
+    fit |= {"line_ms": [1.0, 2.0], "lines": [{"alpha_ms": 0.1, "beta_ms": 1e-4}]}
+    fit |= {"typical_share": 0.3, "worst_share": 0.5, "is_good": False}
+    choice = {"layers": ["L00", "L01"], "phase": "backward", "degree": 3, "order": "reduce_first", "asked": None}
+    choice |= {"late_dw": 1}  # of 0.2.0, and ignored
+    choice |= {"predicted_ms": 4.0, "runner_up": 2, "runner_up_ms": 4.5, "uncut_ms": 6.0}
+    choice |= {"bound_by": "the link <between> nodes"}
     step = {"chosen_ms": 18.0, "deepspeed_ms": 27.0, "bound_ms": 15.0, "gradients_ms": 2.0, "exposed_ms": 0.5}
     plans = {"layers": [], "choices": [choice], "fits": [fit], "step": step, "num_measured": 8, "took_s": 2.0}
     tried = {"name": "L00.. 3 paper and 3 paper", "step_ms": 17.0, "num_steps": 4, "is_kept": True}
