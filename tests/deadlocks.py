@@ -333,31 +333,22 @@ class Devices:
         return self.settle(tuple(now))
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a search has found."""
-
-    stuck: list[list[str]] | None
-    """Rank -> what is resident, in a state that nothing leads out of."""
-
-    @property
-    def is_free(self) -> bool:
-        """No order gets stuck."""
-        return self.stuck is None
-
-
 MOST_STATES = 200_000
 
 
-def search(devices: Devices) -> Found:
-    """Try every order; raises RuntimeError where there are too many."""
+def search(devices: Devices) -> list[list[str]] | None:
+    """Try every order; raises RuntimeError where there are too many.
+
+    Returns:
+        Rank -> what is resident, in a state that nothing leads out of; ``None`` where no order gets stuck.
+    """
     start = devices.settle(devices.start)
     seen, stack = {start}, [start]
     while stack:
         state = stack.pop()
         choices = devices.choices(state)
         if not choices and not devices.is_over(state):
-            return Found(devices.resident(state))
+            return devices.resident(state)
         for choice in choices:
             following = devices.after(state, choice)
             if following not in seen:
@@ -365,13 +356,13 @@ def search(devices: Devices) -> Found:
                 stack.append(following)
         if len(seen) > MOST_STATES:
             raise RuntimeError(f"more than {MOST_STATES} states")
-    return Found(None)
+    return None
 
 
 def slots_needed(programs: Sequence[Program]) -> int:
     """How many collectives a device has to have room for where it may begin them in any order."""
     most = max(len({each.stream for each in program}) for program in programs)
-    return next(slots for slots in range(1, max(most, 1) + 1) if search(Devices(programs, slots)).is_free)
+    return next(slots for slots in range(1, max(most, 1) + 1) if search(Devices(programs, slots)) is None)
 
 
 def with_all_slots(programs: Sequence[Program]) -> Devices:
@@ -385,6 +376,6 @@ def assert_free(programs: Sequence[Program]) -> None:
     assert difference(programs) is None
     assert common_order(programs) is not None
     assert all(map(waits_fit_the_order, programs))
-    assert search(Devices(programs, 1, implicit=True)).is_free
+    assert search(Devices(programs, 1, implicit=True)) is None
     # With a slot for each stream no slot is contested, and no communicator of ours: so this is a proof as well.
-    assert search(with_all_slots(programs)).is_free
+    assert search(with_all_slots(programs)) is None

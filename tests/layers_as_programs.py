@@ -273,7 +273,7 @@ def needs(found: Sequence[tuple[Program, ...]]) -> tuple[int, bool]:
     slots, is_free = 1, True
     for each in unlike(found):
         slots = max(slots, slots_needed(each))
-        is_free = is_free and search(Devices(each, 1, implicit=True)).is_free
+        is_free = is_free and search(Devices(each, 1, implicit=True)) is None
     return slots, is_free
 
 
