@@ -106,9 +106,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[StreamLanes, Device]:
     return pretend(monkeypatch)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch) -> tuple[StreamLanes, Device]:
+def pretend(monkeypatch: pytest.MonkeyPatch, device: Device | None = None) -> tuple[StreamLanes, Device]:
     """Return lanes on a pretended device, and the device."""
-    device = Device()
+    device = device or Device()
     for name, value in {
         "Stream": device.make_stream,
         "Event": device.make_event,

@@ -26,7 +26,7 @@ from ds_fsmoe.planning.schedule import EXPERT, GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.fake_clock import SetClock
 from tests.hurry import hurry
 from tests.lane_cases import COMPUTE, INTER, INTRA, schedule_of
-from tests.pretended_device import Device
+from tests.pretended_device import Device, pretend
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CYCLES_PER_MS = 2_000_000
@@ -85,18 +85,9 @@ Timed = tuple[TimedDevice, StreamLanes]
 def timed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Timed]:
     """The device and lanes on it."""
     device = TimedDevice()
-    for name, value in {
-        "Stream": device.make_stream,
-        "Event": device.make_event,
-        "stream": device.stream,
-        "current_stream": lambda _: device.current,
-        "current_device": lambda: 0,
-        "synchronize": device.synchronize,
-        "_sleep": lambda cycles: device.launch(0.003 + cycles / CYCLES_PER_MS),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    lanes = make_lanes(CUDA)
-    assert isinstance(lanes, StreamLanes)
+    lanes, _ = pretend(monkeypatch, device)
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: device.launch(0.003 + cycles / CYCLES_PER_MS))
     yield device, lanes
     lanes.close()
 

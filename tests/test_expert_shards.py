@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,20 +12,13 @@ from torch import nn
 from ds_fsmoe.components.expert_compute.calls import ExpertSet
 from ds_fsmoe.components.expert_compute.shards import shard_expert
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
-from ds_fsmoe.components.experts.mixtral import MixtralFeedForward
-from tests.expert_cases import M, backward, forward, is_written, rows, sequential
+from tests.expert_cases import M, backward, forward, is_written, make_experts, rows
 from tests.test_expert_plans import NOT_WHAT_THEY_SEEM
 
 H = 30  # of 1, 2, 3, 5, 6, ... equal parts
 
 
-EXPERTS: dict[str, Callable[[], nn.Module]] = {
-    "gpt relu": lambda: GPTFeedForward(M, H, "relu"),
-    "gpt gelu without bias": lambda: GPTFeedForward(M, H, "gelu", bias=False),
-    "mixtral": lambda: MixtralFeedForward(M, H),
-    "sequential relu": lambda: sequential(nn.ReLU(), hidden=H),
-    "sequential silu without bias": lambda: sequential(nn.SiLU(), bias=False, hidden=H),
-}
+EXPERTS = ("gpt relu", "gpt gelu without bias", "mixtral", "sequential relu", "sequential silu")
 # Which dimension of a parameter runs over H; None: it is whole in every shard.
 HIDDEN_DIM: dict[str, int | None] = {
     **dict.fromkeys(("fc1.weight", "fc1.bias", "w1.weight", "w3.weight", "0.weight", "0.bias"), 0),
@@ -38,8 +30,7 @@ COUNTS = (1, 2, 3, 5, 30)
 
 
 def make_expert(name: str) -> nn.Module:
-    torch.manual_seed(3)
-    return EXPERTS[name]().double()
+    return make_experts(name, 1, hidden=H)[0]
 
 
 def make_shards(expert: nn.Module, count: int) -> list[nn.Module]:

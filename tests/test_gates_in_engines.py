@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-from deepspeed.pipe import PipelineModule
 from torch import nn
 
 import ds_fsmoe
@@ -28,7 +27,7 @@ from tests.samples import draw, sampled
 from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel, batch
 from tests.tensor_parallel import begin, degrees
 from tests.test_duplicates import differences, train
-from tests.test_pipeline_stages import Dense, WithExperts, batches
+from tests.test_pipeline_stages import batches, make_engine
 
 DEEPSEEK = {"type": "deepseek", "k": 2, "num_groups": 2, "bias_update_speed": 0.05}
 # Of those that do not take two experts per token.
@@ -324,12 +323,8 @@ def test_biases_move_once_a_step_by_the_counts_of_all_ranks_and_bad_input_stops_
 
 def biases_of_stages(rank: int, world_size: int) -> tuple[int, list[float], list[int]]:
     deepspeed.init_distributed("gloo")
-    made = [WithExperts(i, rank % 2) for i in range(2)]
-    layers = [each for i, layer in enumerate(made) for each in (layer, Dense(10 + i))]
-    model = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
-    config = Case(stage=1, accumulation=2).ds_config(fsmoe={"enabled": True, "gate": DEEPSEEK})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    inner = made[engine.stage_id].moe.deepspeed_moe
+    engine = make_engine(rank, 1, ("moe", "moe"), {"enabled": True, "gate": DEEPSEEK})
+    (inner,) = engine.fsmoe.inner_layers.values()
     counts_E = torch.zeros(4, dtype=torch.int64)
 
     def add(gate: nn.Module, args: Any, routing: Any) -> None:

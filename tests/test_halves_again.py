@@ -115,18 +115,18 @@ def test_a_block_runs_again_with_autocasting_as_it_was(casts: bool) -> None:
         assert all(map(torch.equal, block.results[-4:-2], block.results[-2:]))
 
 
-@pytest.mark.parametrize("place", ["forward", "again"])
-def test_a_half_that_fails_leaves_nothing_behind(place: str) -> None:
-    model = model_of([])
-    splitter, x = split(model), torch.randn(2, 3, WIDTH)
+@pytest.mark.parametrize(("place", "number"), [("forward", 0), ("again", 0), ("not checkpointed", 1)])
+def test_a_half_that_fails_leaves_nothing_behind(place: str, number: int) -> None:
+    model = Model([], "mmm") if place == "not checkpointed" else model_of([])
+    splitter, x = split(model), torch.randn(4, 3, WIDTH)
     wanted = numbers(model, forward(model, splitter, x))
     once_more = place == "again"
     run = forward(model, splitter, x).backward if once_more else partial(forward, model, splitter, x)
-    model.blocks[0].fails = True
+    model.blocks[number].fails = True
     with pytest.raises(RuntimeError, match="on purpose"):
         run()
     assert (is_kept(), runs_again(), current_sub_batch()) == (False, False, None)
-    model.blocks[0].fails = False
+    model.blocks[number].fails = False
     same(numbers(model, forward(model, splitter, x)), wanted)
 
 

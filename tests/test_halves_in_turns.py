@@ -148,18 +148,6 @@ def test_one_half_computes_while_the_tokens_of_the_other_travel_and_goes_straigh
     assert events == [f"{each}'" for each in reversed([*first, *second, "back1a", "back1b"])]
 
 
-def test_a_block_that_fails_for_one_half_leaves_nothing_behind() -> None:
-    model = Model([], "mmm")
-    splitter, x = split(model), torch.randn(4, 3, WIDTH)
-    wanted = numbers(model, forward(model, splitter, x))
-    model.blocks[1].fails = True
-    with pytest.raises(RuntimeError, match="on purpose"):
-        forward(model, splitter, x)
-    assert current_sub_batch() is None
-    model.blocks[1].fails = False
-    same(numbers(model, forward(model, splitter, x)), wanted)
-
-
 def test_whoever_looks_between_two_blocks_sees_the_whole_batch() -> None:
     model = Model([], "mmm")
     splitter, x = split(model), torch.randn(4, 3, WIDTH)
