@@ -17,24 +17,32 @@ from ds_fsmoe.offline.commands.training_run import free_port
 from tests.built_ops import build_ops
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[1]
+BIN = Path(sys.executable).parent
 NUM_RANKS = 2
 Start = Callable[..., str]
 """``start(folder, script, *arguments, **variables)`` is what the script printed, on all ranks."""
 
 
+def start(folder: Path, *command: str, **variables: str) -> str:
+    """What a command printed that starts ranks, in a folder and as a user would give it."""
+    build_ops()
+    # None of the variables by which launchers tell ranks apart may come from outside.
+    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in known}
+    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
+    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}"} | variables
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
 def launch(folder: Path, *arguments: str, **variables: str) -> str:
     """What a job of two ranks printed, started in a folder by DeepSpeed's launcher."""
-    build_ops()
-    launcher = [sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--num_accelerators", str(NUM_RANKS)]
-    environment = (
-        os.environ | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"} | variables
-    )
-    command = [*launcher, "--master_port", str(free_port()), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    launcher = [sys.executable, str(BIN / "deepspeed"), "--num_accelerators", str(NUM_RANKS)]
+    return start(folder, *launcher, "--master_port", str(free_port()), *arguments, **variables)
 
 
 def on_ranks(folder: Path, script: str, *arguments: str, **variables: str) -> str:

@@ -5,8 +5,6 @@ and gradients of each are on its own. What they do is done here on the CPU as we
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from tests.gpu_cases import BODY_ON_CPU
 from tests.gpu_ranks import SEVERAL_RANKS, VARIABLES, nccl_version, run_ranks
 from tests.gpu_training import train_small
 from tests.lane_cases import NEEDS_GPU, NEEDS_GPUS
-from tests.python_path import python_path
+from tests.scripts import start
 from tests.small_model import Case
 from tests.waiting import LIMIT_S
 
@@ -69,15 +67,8 @@ def main(folder: str) -> None:
 
 def launch(folder: Path, world_size: int, **variables: str) -> list[list[dict[str, Any]]]:
     """What each rank found, started by torchrun, which leaves it to the script on which device a rank is."""
-    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in known}
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment |= {"PYTHONPATH": python_path(), "PATH": path} | variables
     command = ["torchrun", "--standalone", "--nproc-per-node", str(world_size), "-m", __name__, str(folder)]
-    options = {"capture_output": True, "text": True, "timeout": LIMIT_S, "check": False}
-    done = subprocess.run(command, env=environment, cwd=folder, **options)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    start(folder, *command, **variables)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -97,12 +88,12 @@ def check(of_ranks: list[list[dict[str, Any]]], lanes: str, device: str) -> None
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=NEEDS_GPU), pytest.param(2, marks=NEEDS_GPUS)])
 def test_engines_of_ranks_that_set_no_device_are_each_on_their_own(world_size: int, tmp_path: Path) -> None:
     """DeepSpeed sets the device of a rank after it has asked us for our groups and streams."""
-    check(launch(tmp_path, world_size), "StreamLanes", "cuda:{rank}")
+    check(launch(tmp_path, world_size, DS_ACCELERATOR="cuda"), "StreamLanes", "cuda:{rank}")
 
 
 @BODY_ON_CPU
 def test_the_script_of_those_ranks_runs_on_the_cpu(tmp_path: Path) -> None:
-    check(launch(tmp_path, 2, DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1"), "ThreadLanes", "cpu")
+    check(launch(tmp_path, 2), "ThreadLanes", "cpu")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,26 +16,10 @@ import pytest
 import yaml
 
 from ds_fsmoe.checks.preflight import accelerate_warnings, launcher_warnings
-from tests.built_ops import build_ops
-from tests.python_path import python_path
-from tests.scripts import ROOT, free_port
-from tests.waiting import LIMIT_S
+from tests.scripts import BIN, ROOT, free_port, start
 
 SCRIPT = str(ROOT / "tests" / "launched.py")
 EXAMPLES = ROOT / "examples" / "launchers"
-BIN = Path(sys.executable).parent
-
-
-def start(folder: Path, *command: str, **variables: str) -> None:
-    """Two ranks, as a user would start them, and what they found."""
-    build_ops()
-    # None of the variables by which launchers tell ranks apart may come from outside.
-    known = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in known}
-    environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    environment |= {"PATH": f"{BIN}:{os.environ['PATH']}"} | variables
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def together(folder: Path, *commands: list[str], **variables: str) -> None:
