@@ -26,7 +26,6 @@ from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face_files import Layout, make, train
 
-ROOT = Path(__file__).parents[1]
 SPREAD = [Layout(2, 2, 0), Layout(2, 2, 1), Layout(2, 2, 3)]
 WHOLE = [Layout(2, 1, 1), Layout(2, 1, 3)]
 """With all experts on every rank nothing is spread."""

@@ -13,14 +13,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-GUIDE = (ROOT / "docs" / "extend.md").read_text()
+from tests.pages import part
+from tests.scripts import ROOT
+
+PAGE = "docs/extend.md"
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "site", "build", "dist", "*.egg-info")
-
-
-def part(heading: str) -> str:
-    """Return a guide of the page."""
-    return GUIDE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
 
 
 def run(checkout: Path, *commands: str, marks: str = "-m 'not slow and not long'") -> str:
@@ -61,7 +58,7 @@ def checkout(tmp_path: Path) -> Path:
 
 @pytest.mark.daily("guides", 1)
 def test_a_gate_is_added_as_printed(checkout: Path) -> None:
-    guide = part("Add a gate")
+    guide = part(PAGE, "Add a gate")
     gate, formula = (textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```(?:python)?\n(.*?)^ *```$", guide))
     (name,) = re.findall(r'@register_gate\("(\w+)"\)', gate)
     (checkout / "ds_fsmoe" / "components" / "gates" / f"{name}.py").write_text(gate)
@@ -83,7 +80,7 @@ def test_a_gate_is_added_as_printed(checkout: Path) -> None:
 
 @pytest.mark.daily("guides", 1)
 def test_an_all_to_all_is_added_as_printed(checkout: Path) -> None:
-    guide = part("Add an all-to-all")
+    guide = part(PAGE, "Add an all-to-all")
     (code,) = re.findall(r"(?ms)^ *```python\n(.*?)^ *```$", guide)
     (name,) = re.findall(r'@register_alltoall\("(\w+)"\)', code)
     (checkout / "ds_fsmoe" / "components" / "alltoalls" / f"{name}.py").write_text(textwrap.dedent(code))
@@ -122,7 +119,7 @@ IMPORTED = {
 
 @pytest.mark.daily("guides", 1)
 def test_a_kind_of_task_is_added_as_printed(checkout: Path) -> None:
-    guide, package = part("Add a task kind"), checkout / "ds_fsmoe"
+    guide, package = part(PAGE, "Add a task kind"), checkout / "ds_fsmoe"
     code = [textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```\n(.*?)^ *```$", guide)]
     for (name, place, indent), block in zip(PLACES, code, strict=True):
         after = "\n" if block.startswith("def ") else ""
@@ -158,7 +155,7 @@ print(sorted({order.degree for order in found if order.links == "shared"}))
 def test_a_rule_is_added_as_printed_and_every_plan_obeys_it(checkout: Path) -> None:
     (checkout / "obeyed.py").write_text(OBEYED)
     assert run(checkout, "python obeyed.py") == "[1, 2, 3, 4]"
-    guide = part("Add a planner rule")
+    guide = part(PAGE, "Add a planner rule")
     (code,) = re.findall(r"(?ms)^```\n(.*?)^```$", guide)
     (name,) = re.findall(r"def (\w+)", code)
     begin = "RULES: list[Rule] = ["

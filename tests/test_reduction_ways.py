@@ -29,9 +29,6 @@ from ds_fsmoe.planning.groups import Communicators, regular
 from ds_fsmoe.planning.schedule import GRAD, GRAD_GATHER, GRAD_SCATTER
 from tests.ranks import run_on_ranks
 
-CPU = torch.device("cpu")
-
-
 # ---- the ways by themselves
 
 

@@ -104,11 +104,6 @@ class Stream:
         event.record(other)
         self.wait_event(event)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self.gpu)
-        event.record(self)
-        return event
-
     def synchronize(self) -> None:
         self.gpu.host_waits(f"synchronize {self.name}", self)
 
