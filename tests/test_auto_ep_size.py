@@ -40,10 +40,9 @@ from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import predicted_ep_size
 from ds_fsmoe.tuning.predicted_ep_size import learned_of
 from tests.ep_size_cases import FAST, SLOW, choice, chosen, links
-from tests.hf_families import NUM_EXPERTS, config_of, model_of
+from tests.hf_families import NUM_EXPERTS, config_of, losses_of_steps, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
-from tests.test_expert_packing import trained
 from tests.test_hugging_face import ds_config, engine_of
 
 
@@ -80,7 +79,7 @@ def made(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     def run(model: Any, config: dict[str, Any]) -> tuple[set[int], str, list[float]]:
         engine = engine_of(model, config)
         ep_sizes = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
-        losses, said = trained(engine, rank, world_size, steps=1), engine.fsmoe.chosen().get("ep_size", "")
+        losses, said = losses_of_steps(engine, rank, world_size, range(1)), engine.fsmoe.chosen().get("ep_size", "")
         engine.destroy()
         return ep_sizes, said, losses
 
@@ -192,7 +191,7 @@ def learned(rank: int, world_size: int) -> tuple[list[int], bool]:
     for block in ({}, {}, {"ep_size": 4}):
         engine = engine_of(model_of("olmoe"), config_with("auto", autotune=False, **block))
         sizes.append(next(iter(engine.fsmoe.inner_layers.values())).ep_size)
-        losses.append(trained(engine, rank, world_size, steps=10))
+        losses.append(losses_of_steps(engine, rank, world_size, range(10)))
         engine.destroy()
     return sizes, losses[1] == losses[2]
 

@@ -27,7 +27,7 @@ from ds_fsmoe.measuring import packing_times
 from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from tests.call_counts import Operations
-from tests.hf_families import NUM_EXPERTS, batch, loss_of, model_of
+from tests.hf_families import NUM_EXPERTS, losses_of_steps, model_of
 from tests.logged import Said
 from tests.ranks import run_on_ranks
 from tests.test_hugging_face import ds_config, engine_of
@@ -58,16 +58,6 @@ def pretending(alltoall_ms: dict[int, float], experts_ms: dict[int, float], work
         yield timed
 
 
-def trained(engine: Any, rank: int, world_size: int, steps: int = 3) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def packed(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     """An engine that packs, ranks having measured otherwise: its layout, what it says, and its training beside that of
     one by hand."""
@@ -86,12 +76,12 @@ def packed(rank: int, world_size: int, stage: int) -> dict[str, Any]:
         "layout": {(each.ep_size, each.num_local_experts) for each in layers},
         "timed": timed,
         "said": [each for each in said.lines if each.startswith("expert packing")],
-        "losses": trained(engine, rank, world_size),
+        "losses": losses_of_steps(engine, rank, world_size, range(3)),
         "groups": sorted(stock_groups._get_expert_parallel_group_dict()),
     }
     engine.destroy()
     engine = engine_of(model_of("olmoe"), ds_config(stage, ep_size=2))
-    found["by hand"] = trained(engine, rank, world_size)
+    found["by hand"] = losses_of_steps(engine, rank, world_size, range(3))
     engine.destroy()
     return found
 
@@ -147,7 +137,7 @@ def made_and_converted(rank: int, world_size: int) -> list[dict[str, Any]]:
             first = len(timed)
             engine = engine_of(model, config)
         ep = {each.ep_size for each in engine.fsmoe.inner_layers.values()}
-        losses = trained(engine, rank, world_size, steps=1)
+        losses = losses_of_steps(engine, rank, world_size, range(1))
         engine.destroy()
         of_kinds = [(each.dtype, each.is_grouped) for each in kinds]
         found.append({"ep": ep, "timed": (first, len(timed)), "kinds": of_kinds, "made in": made_in, "losses": losses})
@@ -209,7 +199,7 @@ def refused(rank: int, world_size: int, folder: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         choosing(4.0, deterministic=True)
     engine = engine_of(model_of("olmoe"), ds_config(0, ep_size=2))
-    trained(engine, rank, world_size, steps=1)
+    losses_of_steps(engine, rank, world_size, range(1))
     engine.save_checkpoint(folder)
     engine.destroy()
     engine = choosing(4.0)

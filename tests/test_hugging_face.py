@@ -14,15 +14,16 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from benchmarks.models.routed_model import Experts
 from tests.distances import furthest
 from tests.hf_families import (
     NUM_EXPERTS,
-    UNTRIED,
     WIDTH,
     batch,
     families,
     is_shown,
     loss_of,
+    losses_of_steps,
     model_of,
     shown_in,
     why_not,
@@ -144,6 +145,8 @@ SILENT = ("deepseek_v4", "ernie4_5_vl_moe")
 UNCUT = ("muse_spark",)
 """It normalizes the output of its experts, of which a shard has only a part."""
 LR = 0.1
+LATER = (4, 5)
+"""The batches of steps with which a training goes on."""
 
 
 def law_of(rank: int, world_size: int, family: str, stage: int, folder: str) -> list[str]:
@@ -169,17 +172,6 @@ def config_of_law(stage: int, **block: Any) -> dict[str, Any]:
     return config
 
 
-def steps_of(engine: Any, rank: int, world_size: int) -> list[float]:
-    """The losses of two steps on batches of their own."""
-    losses = []
-    for number in (4, 5):
-        loss = loss_of(engine, batch(number, world_size)[rank : rank + 1])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def trains_and_is_saved(rank: int, world_size: int, family: str, stage: int, folder: str) -> Iterator[str]:
     """Train a step beside one process, save, generate, and note how the training goes on."""
     import ds_fsmoe
@@ -200,7 +192,7 @@ def trains_and_is_saved(rank: int, world_size: int, family: str, stage: int, fol
         yield from generates(engine, reference, rank if stage < 3 or family in KEPT else 0)
     engine.save_checkpoint(folder, "tag")
     weights = ds_fsmoe.whole_state_dict(engine)
-    torch.save((steps_of(engine, rank, world_size), weights), f"{folder}/went_on{rank}.pt")
+    torch.save((losses_of_steps(engine, rank, world_size, LATER), weights), f"{folder}/went_on{rank}.pt")
     engine.destroy()
 
 
@@ -246,7 +238,7 @@ def goes_on(rank: int, world_size: int, family: str, stage: int, folder: str) ->
     found = ds_fsmoe.whole_state_dict(engine)
     if weights is not None:
         yield from (f"{name} is not what was saved" for name in weights if not torch.equal(found[name], weights[name]))
-    now = steps_of(engine, rank, world_size)
+    now = losses_of_steps(engine, rank, world_size, LATER)
     if now != losses:
         yield f"losses {now} for {losses}"
     engine.destroy()
@@ -323,9 +315,7 @@ def cuts(model: nn.Module, family: str) -> Iterator[str]:
 def test_a_family_trains_is_loaded_saved_adapted_and_generates_as_its_eager_experts_do(
     family: str, tmp_path: Path
 ) -> None:
-    assert why_not(family) == UNTRIED.get(family, "")
-    if family in UNTRIED:
-        pytest.skip(UNTRIED[family])
+    assert why_not(family) == ""
     assert is_shown(family, PAGE.read_text("utf-8"))
     stage = KEPT.get(family, draw(f"stage of {family}", range(4), 1)[0])
     found = run_on_ranks(law_of, 2, tmp_path / "ranks", family, stage, str(tmp_path))
@@ -342,28 +332,14 @@ def test_the_page_of_families_has_those_of_the_installed_transformers() -> None:
 # ---- experts of which the contract does not say what they compute
 
 
-class Twice(nn.Module):
+class Twice(Experts):
     """Experts that follow the contract by their flags, and give twice what it says."""
 
-    has_bias, is_transposed, num_experts = False, False, NUM_EXPERTS
-
     def __init__(self) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.randn(NUM_EXPERTS, 48, WIDTH) * 0.1)
-        self.down_proj = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, 24) * 0.1)
-
-    def _apply_gate(self, up: torch.Tensor) -> torch.Tensor:
-        gate, value = up.chunk(2, dim=-1)
-        return gate.sigmoid() * value
+        super().__init__(NUM_EXPERTS, WIDTH, 24)
 
     def forward(self, x_SM: torch.Tensor, index_SK: torch.Tensor, weights_SK: torch.Tensor) -> torch.Tensor:
-        y_SM = torch.zeros_like(x_SM)
-        for expert in range(self.num_experts):
-            tokens, choices = torch.where(index_SK == expert)
-            h = self._apply_gate(x_SM[tokens] @ self.gate_up_proj[expert].t())
-            y = 2 * h @ self.down_proj[expert].t() * weights_SK[tokens, choices, None]
-            y_SM = y_SM.index_add(0, tokens, y)
-        return y_SM
+        return 2 * super().forward(x_SM, index_SK, weights_SK)
 
 
 class TwiceOnOneRank(Twice):

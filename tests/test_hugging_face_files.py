@@ -21,7 +21,7 @@ from ds_fsmoe.checkpoint_files.pieces import Copies, Source
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
-from tests.hf_families import _class_of, batch, config_of, model_of
+from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
 from tests.test_hugging_face import ds_config, engine_of
@@ -369,20 +369,17 @@ OTHERS: list[tuple[str, dict[str, int], dict[str, bool], str]] = [
 ]
 
 
-def other(family: str, sizes: dict[str, int], stage: int) -> Any:
-    config = config_of(family)
-    for name, value in sizes.items():
-        setattr(config, name, value)
+def other(family: str, sizes: dict[str, int], stage: int, seed: int = 1) -> Any:
     ds = ds_config(stage, ep_size=2)
     ds["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
-    return engine_of(_class_of(family, config)(config).float(), ds)
+    return engine_of(model_of(family, seed, **sizes), ds)
 
 
 def load_others(rank: int, world_size: int, folder: str, saved: int, stage: int, others: list[Any]) -> list[str]:
     import ds_fsmoe
 
     said = []
-    engine = other("qwen3_moe", {}, saved)
+    engine = other("qwen3_moe", {}, saved, seed=0)
     engine.save_checkpoint(folder)
     engine.destroy()
     for family, sizes, options, error in others:

@@ -13,7 +13,7 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import batch, config_of, loss_of, model_of
+from tests.hf_families import batch, loss_of, model_of
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -183,7 +183,8 @@ FAMILY = dict(zip(FORMS, ("mixtral", "gpt_oss"), strict=True))
 def test_a_rank_has_right_weights_and_never_more_than_its_experts_the_dense_part_and_one_tensor(
     stage: int, by: str, form: str, tmp_path: Path
 ) -> None:
-    model = big_model()
+    # Most of it is experts.
+    model = model_of("qwen3_moe", num_hidden_layers=6, num_experts=8, moe_intermediate_size=64)
     sizes = {name: each.nbytes for name, each in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     dense = sum(sizes.values()) - experts
@@ -198,12 +199,3 @@ def test_a_rank_has_right_weights_and_never_more_than_its_experts_the_dense_part
         assert without["read"] == experts
         # What is stacked in the file already is mapped, and takes no memory.
         assert form == FORMS[1] or without["peak"] > most
-
-
-def big_model() -> nn.Module:
-    """A model most of which is experts, in six layers."""
-    from transformers import AutoModelForCausalLM
-
-    config = config_of("qwen3_moe")
-    config.num_hidden_layers, config.num_experts, config.moe_intermediate_size = 6, 8, 64
-    return AutoModelForCausalLM.from_config(config)

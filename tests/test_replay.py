@@ -22,7 +22,7 @@ from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.layer.replay import ReplayError
 from ds_fsmoe.routes.recorded import read_routing
 from tests import hf_families
-from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, UNTRIED, batch, families, loss_of, model_of
+from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, batch, families, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
 from tests.small_model import Case, SmallModel
@@ -413,7 +413,7 @@ def refuses(family: str) -> None:
     engine.destroy()
 
 
-TRIED = [each for each in families() if each not in (*UNTRIED, *BY_THEMSELVES)]
+TRIED = [each for each in families() if each not in BY_THEMSELVES]
 TODAYS = draw("families whose routers are given a choice", TRIED, 3)
 
 

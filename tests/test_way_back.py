@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 import ds_fsmoe
 from tests.distances import furthest
-from tests.hf_families import batch, model_of
+from tests.hf_families import batch, loss_of, losses_of_steps, model_of
 from tests.hf_lora import lora_of, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -32,20 +32,6 @@ EXACT = 1e-6
 
 def config(stage: int, **block: Any) -> dict[str, Any]:
     return ds_config(stage, lr=0.2, **block)
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=x, labels=x).loss
-
-
-def train(engine: Any, rank: int, world_size: int, first: int, steps: int = 2) -> list[float]:
-    losses = []
-    for step in range(first, first + steps):
-        loss = loss_of(engine, batch(step, world_size)[rank : rank + 1])
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
 
 
 def logits_of(model: nn.Module, seed: int = 9) -> torch.Tensor:
@@ -83,7 +69,7 @@ def run_on(rank: int, world_size: int, stage: int, chunks: int) -> None:
     found = {}
     for side, block in (("stock", STOCK), ("ours", {"num_chunks": chunks})):
         engine = engine_of(model_of("mixtral"), config(stage, **block))
-        train(engine, rank, world_size, 0)
+        losses_of_steps(engine, rank, world_size, (0, 1))
         engine.destroy()
         model = engine.module
         generated = model.eval().generate(batch(rank, 1, 3 + rank), max_new_tokens=4, do_sample=False)
@@ -133,7 +119,7 @@ def from_engine_to_engine(rank: int, world_size: int, kind: str, links: Links, m
         optimizer.zero_grad()
         torch.stack(losses).mean().backward()
         optimizer.step()
-        assert train(engine, rank, world_size, step, 1) == [pytest.approx(losses[rank].item(), rel=1e-5)], step
+        assert losses_of_steps(engine, rank, world_size, [step]) == [pytest.approx(losses[rank].item(), rel=1e-5)], step
         if moves:
             placements = placements_of(engine)
             placements.go_to({name: drawn(now, at + step) for at, (name, now) in enumerate(placements.now.items(), 3)})
@@ -167,7 +153,7 @@ def whole(rank: int, world_size: int, folder: str, kind: str, stage: int, block:
     """A model that was made whole is what its engine had, and nothing else hangs on it."""
     model, fresh = made(kind), made(kind)
     engine = engine_of(model, config(stage, **block), trained(model))
-    train(engine, rank, world_size, 0)
+    losses_of_steps(engine, rank, world_size, (0, 1))
     with pytest.raises(RuntimeError, match=r"make_whole: the engine .* is still active: call engine.destroy\(\)"):
         ds_fsmoe.make_whole(engine)
     wanted_logits = logits_of(engine)
@@ -225,7 +211,7 @@ def piles(rank: int, world_size: int, stage: int) -> None:
     model, found = model_of("qwen3_moe"), []
     for number in range(3):
         engine = engine_of(model, config(stage, metrics="detailed", num_chunks=2, two_batch_overlap="on"))
-        train(engine, rank, world_size, number, 1)
+        losses_of_steps(engine, rank, world_size, [number])
         depth, method = 0, model.save_pretrained
         while method := getattr(method, "__wrapped__", None):
             depth += 1
@@ -313,7 +299,7 @@ def refused(rank: int, world_size: int) -> None:
     engine = engine_of(model, config(0))
     with pytest.raises(ds_fsmoe.LayerError, match=r"experts has this rank's experts only.*make_whole\(model\)"):
         ds_fsmoe.initialize(model=model, config=config(0, enabled=False))
-    train(engine, rank, world_size, 0)  # it has not lost its model
+    losses_of_steps(engine, rank, world_size, (0, 1))  # it has not lost its model
     told = [ds_fsmoe.whole_state_dict(engine)]
     dist.broadcast_object_list(told)
     with pytest.raises(ds_fsmoe.ConfigError, match="ep_size"):
@@ -337,7 +323,7 @@ def loaded_by_parts(rank: int, world_size: int) -> None:
     for number in range(2):
         given = list(model.parameters())
         engine = engine_of(model, config(1))
-        train(engine, rank, world_size, number)
+        losses_of_steps(engine, rank, world_size, (number, number + 1))
         engine.destroy()
         assert all(each is other for each, other in zip(given, model.parameters(), strict=True))
     experts = model.get_submodule("model.layers.0.mlp.experts")
