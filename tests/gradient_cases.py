@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.small_model import EXPERTS, WIDTH
+from tests.small_model import BATCH, EXPERTS, LENGTH, NUM_EXPERTS, WIDTH, Case
 
-# Odd and prime, so that slices and partitions end in the middle of everything.
-VOCABULARY, BATCH, LENGTH, NUM_EXPERTS = 19, 3, 7, 4
+# Odd and prime as the other sizes, so that slices and partitions end in the middle of everything.
+VOCABULARY = 19
 STEPS = 5
 
 
@@ -54,21 +54,10 @@ class Run:
         return ", ".join([f"stage={self.stage}", *parts[self.stage > 0 :], *sorted(self.features)])
 
     def ds_config(self) -> dict[str, Any]:
-        """Without a block of ours. SGD, because Adam hides errors of scale."""
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": BATCH,
-            "gradient_accumulation_steps": self.accumulation,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.3}},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 1009},
-            # At stage 0 with ep_size > 1 DeepSpeed clips by a norm that depends on ep_size.
-            "gradient_clipping": 0.0 if self.stage == 0 else 1.0,
-            "steps_per_print": 1_000_000,
-        }
-        if self.dtype != "fp32":
-            config[self.dtype] = {"enabled": True}
-        return _with(config, self.config)
+        """Without a block of ours."""
+        case = Case(stage=self.stage, dtype=self.dtype, accumulation=self.accumulation)
+        others = (("optimizer.params.lr", 0.3), ("zero_optimization.reduce_bucket_size", 1009))
+        return _with(case.ds_config(zero_force_ds_cpu_optimizer=False), (*others, *self.config))
 
     def fsmoe_block(self) -> dict[str, Any]:
         """Of ours."""
