@@ -8,32 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import batch, loss_of
+from tests.hf_families import batch, loss_of, model_of
 from tests.test_alltoalls import on_nodes
 from tests.test_hugging_face import engine_of
 from tests.test_moved_experts import adam
 
 NUM_EXPERTS = 12
 BALANCED = {"policy": "balanced", "every": 2, "moves_per_step": 1}
-
-
-def small_model(family: str = "qwen3_moe") -> nn.Module:
-    """Two blocks with twelve experts, which two, three and four ranks can share."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "num_experts_per_tok": 2}
-    of_family = {
-        "qwen3_moe": {"moe_intermediate_size": 24, "num_experts": NUM_EXPERTS, "decoder_sparse_step": 1},
-        "gpt_oss": {"num_local_experts": NUM_EXPERTS},
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **sizes, **of_family[family])
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
 
 
 def skewed(engine: Any, x: torch.Tensor, hot: tuple[int, ...]) -> None:
@@ -67,4 +51,4 @@ def made(stage: int, world_size: int, placement: Any, **more: Any) -> Any:
     if placement is not None:
         config["fsmoe"]["placement"] = placement
     with on_nodes(*(at * 2 // world_size for at in range(world_size))):
-        return engine_of(small_model(), config)
+        return engine_of(model_of("qwen3_moe", num_experts=NUM_EXPERTS), config)
