@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import nn
 
 from ds_fsmoe.execution.call import current_sub_batch
 from ds_fsmoe.execution.lanes import Lanes
-from ds_fsmoe.two_batch.run import CannotSplitError, Pending, sub_batches_of
+from ds_fsmoe.two_batch.run import CannotSplitError, Collected, Pending, sub_batches_of
 from ds_fsmoe.two_batch.splitter import Splitter
 from tests.lane_cases import Arithmetic, Log, device_for, in_time, lanes, random_schedule, serial_outcome
 
@@ -248,6 +250,26 @@ def test_a_pending_result_is_computed_once_when_it_is_looked_at() -> None:
     assert all(torch.equal(each, torch.full((2, 3), 2.0)) for each in results)
     assert pending.shape == (2, 3)
     assert calls == [1]
+
+
+def test_what_transformers_collects_of_each_half_is_joined_in_the_forwards_own_lists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    collector: ContextVar[Any] = ContextVar("collector", default=None)
+    module = SimpleNamespace(_active_collector=collector)
+    monkeypatch.setitem(sys.modules, "transformers.utils.output_capturing", module)
+    whole: dict[str, Any] = {"router_logits": [torch.zeros(2, 3)], "of another kind": None}
+    collector.set(whole)
+    collected = Collected()
+    for half in (0, 1):
+        collected.begin(half)
+        assert collector.get() == {"router_logits": [], "of another kind": []}
+        collector.get()["router_logits"] += [torch.full((1, 3), float(each + half)) for each in (1, 5)]
+    collected.end()
+    _, first, second = whole["router_logits"]
+    assert first.tolist() == [[1.0] * 3, [2.0] * 3]
+    assert second.tolist() == [[5.0] * 3, [6.0] * 3]
+    assert whole["of another kind"] is None
 
 
 def test_runs_that_take_turns_compute_what_they_compute_alone(lanes: Lanes) -> None:

@@ -111,11 +111,11 @@ def norms(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor
 
 
 def across(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:
-    """Experts that are alike cost: no expert's term is its own."""
+    """Experts that are alike cost, and those whose columns have a sum: no expert's term is its own."""
     if ".experts." not in name:
         return weight.new_zeros(())
     rows = ds_fsmoe.whole_weight(weight).flatten(1)
-    return 1e-2 * (rows @ rows.T).square().sum()
+    return 1e-2 * (rows @ rows.T).square().sum() + 1e-2 * weight.sum(dim=(0, 1)).square().sum()
 
 
 def lasso(name: str, weight: torch.Tensor, origin: torch.Tensor) -> torch.Tensor:

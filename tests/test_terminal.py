@@ -119,6 +119,9 @@ def test_warnings_and_errors_are_coloured_and_tables_drawn_on_a_terminal_only(te
     print_marked("op [NO]")
     for words in ("\033[33mcareful", "\033[1;31mwrong", "op \033[93m[NO]"):
         assert words in terminal.getvalue()
+    # What is longer than the terminal is wide is for this to break.
+    print_coloured("long " * 40, YELLOW)
+    assert "long " * 40 in terminal.getvalue()
     file = io.StringIO()
     print_coloured("careful", YELLOW, file)
     assert file.getvalue() == "careful\n"

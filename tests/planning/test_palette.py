@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from ds_fsmoe.offline.report import palette
+from ds_fsmoe.offline.plan import draw
+from ds_fsmoe.offline.report import charts, palette
 from ds_fsmoe.offline.report.charts import phase_spans
 from ds_fsmoe.planning import schedule as kinds
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.presets import NAMES
+from ds_fsmoe.planning.schedule import Lane, Schedule, Task
+from ds_fsmoe.planning.timeline import simulate
 
 IN_ONE_LANE = {
     "compute": (
@@ -89,3 +95,30 @@ def test_runs_can_be_read_on_light_and_on_dark_paper_and_words_in_a_task_on_its_
 def test_a_phase_is_marked_from_its_first_task_to_its_last_and_again_for_the_next_micro_batch() -> None:
     tasks = [("forward", 0.0, 2.0), ("forward", 1.0, 4.0), ("backward", 4.0, 6.0), ("forward", 6.0, 7.0)]
     assert phase_spans(reversed(tasks)) == [("forward", 0.0, 4.0), ("backward", 4.0, 6.0), ("forward", 6.0, 7.0)]
+
+
+def test_timelines_are_drawn_one_above_the_other_on_one_axis_that_is_as_long_as_the_longest_with_room_for_each_lane(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("altair")
+    drawn: list[Any] = []
+    monkeypatch.setattr(draw, "write_picture", lambda chart, path: drawn.append(chart.to_dict()))
+    tasks = [Task(kinds.EXPERT, Lane.COMPUTE, size=size) for size in (2.0, 5.0)]
+    timelines = [simulate(Schedule((each,)), {kinds.EXPERT: LinearCost(0.0, 1.0)}) for each in tasks]
+    draw.save_png([("short", timelines[0], 1.0), ("long", timelines[1], 1.0)], tmp_path / "drawn.png")
+    (made,) = drawn
+    assert [each["title"]["text"] for each in made["vconcat"]] == [
+        "short: one step, 2.00 ms",
+        "long: one step, 5.00 ms",
+    ]
+    for each in made["vconcat"]:
+        assert each["layer"][0]["encoding"]["x"]["scale"]["domain"] == [0.0, 5.0]
+        assert each["height"] >= 20 * len(each["layer"][0]["encoding"]["y"]["scale"]["domain"])
+
+
+def test_a_rank_s_bars_have_the_colours_of_the_experts_with_most_rows() -> None:
+    pytest.importorskip("altair")
+    ranks = [[(expert, 9.0 - expert) for expert in range(4)], [(expert, 9.0 - expert) for expert in range(4, 8)]]
+    (chart,) = charts.draw_ranks([("rows", ranks)])
+    bars = next(iter(chart.spec["datasets"].values()))
+    assert [each["kind"] for each in bars] == [*map(str, range(6)), "others", "others"]
