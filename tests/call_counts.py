@@ -79,13 +79,13 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
 
 
-def num_calls(function: Callable[[], Any]) -> int:
-    """Calls that a function makes, in this thread and its own not counted."""
+def num_calls(function: Callable[[], Any], events: tuple[str, ...] = ("call", "c_call")) -> int:
+    """Calls that a function makes, of Python and of C, in this thread and its own not counted."""
     number = 0
 
     def profile(frame: Any, event: str, argument: Any) -> None:
         nonlocal number
-        number += event in ("call", "c_call")
+        number += event in events
 
     before = sys.getprofile()
     # What the collector finds, and when, has to do with all that ran before: others' callbacks would be counted.
@@ -97,7 +97,7 @@ def num_calls(function: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(before)
         gc.enable()
-    return number - 2  # of the function, and of what ends this
+    return number - len(events)  # of the function, and of what ends this, which is of C
 
 
 def counts_of(forward: Callable[[], torch.Tensor], parameters: Iterable[torch.Tensor]) -> tuple[Counts, Counts]:

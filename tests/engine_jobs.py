@@ -158,7 +158,7 @@ class OfModel:
         from deepspeed.comm import comm
 
         from tests.hf_families import batch, loss_of, model_of
-        from tests.test_hugging_face import ds_config, engine_of
+        from tests.sgd_engines import ds_config, engine_of
 
         model = model_of(self.family)  # transformers looks at streams when it is imported
         if self.checkpoints:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,28 +13,14 @@ from ds_fsmoe.config.blocks import FSMoEBlock
 from ds_fsmoe.distributed.topology import topology_of_size
 from ds_fsmoe.engine.auto_ep_size import AutoEpSize, choice_of
 from ds_fsmoe.engine.convert_experts import find_experts, fitting_ep_sizes
-from ds_fsmoe.planning.cluster import Cluster, Operation
-from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
-from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths
 from tests.hf_families import NUM_EXPERTS, model_of
-from tests.test_hugging_face import ds_config
+from tests.planning.measured_layers import cluster
+from tests.sgd_engines import ds_config
 
-FREE = Operation(LinearCost(0.0, 0.0))
-PER_BYTE = {"all_to_all": 1, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 SLOW, FAST = 1e-3, 1e-4
 """The ms of a byte."""
-
-
-def links(inter: float, intra: float, per_node: int = 2) -> Cluster:
-    """Two nodes whose collectives take so many ms a byte, and whose processors take no time."""
-    costs = {
-        f"{link}.{name}": Operation(LinearCost(0.01, slope * PER_BYTE[name]), 2)
-        for link, slope in zip(LINKS, (inter, intra), strict=True)
-        for name in COLLECTIVES
-    }
-    free = dict.fromkeys(("gemm", "attention", "softmax", "routing", "order"), FREE)
-    return Cluster("mine", 2, per_node, costs | free)
+links = partial(cluster, start_ms=0.01)
 
 
 def choice(block: dict[str, Any], **changes: Any) -> AutoEpSize:

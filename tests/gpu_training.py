@@ -13,6 +13,7 @@ from torch import nn
 from ds_fsmoe.execution.stream_lanes import StreamLanes
 from tests.hf_families import batch as tokens
 from tests.hf_families import model_of
+from tests.sgd_engines import stock_config
 from tests.small_model import Case, SmallModel, batch
 
 TOLERANCE = {"fp32": 2e-5, "bf16": 3e-2, "loosely": 0.15}
@@ -26,11 +27,7 @@ Block = dict[str, Any] | None
 
 def config_of(block: Block, dtype: str = "bf16", stage: int = 1, **more: Any) -> dict[str, Any]:
     """Return a config of DeepSpeed."""
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    found = {"train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**9, "zero_optimization": zero}
-    found |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    found = stock_config(stage, 0.1, 2) | {"steps_per_print": 10**9}
     found |= {"bf16": {"enabled": True}} if dtype == "bf16" else {}
     return found | ours(block) | more
 

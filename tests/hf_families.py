@@ -76,10 +76,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": NUM_CHOICES, "num_experts": NUM_EXPERTS},
 }
 """What some families must have besides, or otherwise."""
-TEXT_MODELS = {
-    "diffusion_gemma": "DiffusionGemmaEncoderTextModel",
-    "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel",
-}
+TEXT_MODELS = {"diffusion_gemma": "DiffusionGemmaEncoderTextModel", "qwen3_omni_moe": "Qwen3OmniMoeThinkerTextModel"}
 """The models of text alone that have another name than their configuration."""
 
 
@@ -138,18 +135,19 @@ def _with_moe(types: list[str]) -> list[str]:
     return [sparse, sparse]
 
 
-def model_of(family: str, seed: int = 0, **sizes: int) -> nn.Module:
+def model_of(family: str, seed: int = 0, config: Any = None, **sizes: int) -> nn.Module:
     """A tiny model of a family, in float32, with weights that are not small: for language, or else of text alone.
 
     Args:
         family: its folder in transformers.
         seed: of its weights.
+        config: the configuration, if it has been changed.
         sizes: of its configuration that are to be others than those of tiny ones.
 
     Raises:
         Exception: whatever transformers has against so tiny a model.
     """
-    config = config_of(family)
+    config = config_of(family) if config is None else config
     for name, value in sizes.items():
         setattr(config, name, value)
     model_class = _class_of(family, config)
@@ -189,6 +187,17 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     y = model(input_ids=x).last_hidden_state
     # The squares after a norm would always add up to the same.
     return (y * torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0))).tanh().mean()
+
+
+def backward(engine: Any, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    """A backward of a batch of which each rank has a sequence."""
+    engine.backward(loss_of(engine, batch(seed, world_size)[rank : rank + 1]))
+
+
+def step(engine: Any, seed: int) -> None:
+    """A step of a sequence."""
+    backward(engine, seed)
+    engine.step()
 
 
 def batch(seed: int, num_sequences: int, length: int = 16) -> torch.Tensor:

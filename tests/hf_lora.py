@@ -11,7 +11,8 @@ from torch import nn
 
 from tests.distances import furthest
 from tests.hf_families import batch, model_of
-from tests.test_hugging_face import TOLERANCE, differing_gradients, engine_of, off_loss
+from tests.sgd_engines import engine_of
+from tests.test_hugging_face import TOLERANCE, differing_gradients, off_loss
 
 ATTENTION = ["q_proj", "v_proj"]
 BOTH = ("up", "down")

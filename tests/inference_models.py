@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.models import routed_model
+from tests import sgd_engines
 
 WIDTH, HIDDEN = 20, 12
 
@@ -75,24 +76,7 @@ def tokens(rank: int, num_tokens: int, seed: int = 0, dtype: torch.dtype = torch
 
 def ds_config(ep_size: int, stage: int = 0, **block: Any) -> dict[str, Any]:
     """The config of an engine over such a model."""
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-        "fsmoe": {"enabled": True, "ep_size": ep_size} | block,
-    }
-
-
-def engine_of(model: nn.Module, config: dict[str, Any]) -> Any:
-    """An engine of ours."""
-    import ds_fsmoe
-
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return sgd_engines.ds_config(stage, lr=0.1, ep_size=ep_size, **block)
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -273,22 +273,16 @@ def counted_beside(memory: LiveMemory) -> Iterator[None]:
 
 
 def peaks_of(
-    case: Case,
-    rank: int,
-    world_size: int,
-    stock: bool = False,
-    steps: int = 2,
-    with_places: bool = False,
-    beside: bool = False,
-) -> tuple[list[int], str, int]:
-    """The peaks of the steps of a case, in bytes, what lived at the last one's if that is asked for, and what the host
-    keeps, which is in all peaks; ``beside``: with what messages make."""
+    case: Case, rank: int, world_size: int, stock: bool = False, steps: int = 2, beside: bool = False
+) -> tuple[list[int], int]:
+    """The peaks of the steps of a case, in bytes, and what the host keeps, which is in all peaks; ``beside``: with what
+    messages make."""
     import deepspeed
 
     import ds_fsmoe
 
     peaks = []
-    with LiveMemory(with_places) as memory, counted_beside(memory) if beside else nullcontext():
+    with LiveMemory() as memory, counted_beside(memory) if beside else nullcontext():
         torch.manual_seed(0)
         model, config = model_of(case), ds_config(case)
         if stock:
@@ -316,17 +310,16 @@ def peaks_of(
                 engine.step()
             peaks.append(memory.peak)
         host = on_the_host(engine.optimizer) if case.offload else 0
-        at_peak = memory.at_peak()
         engine.destroy()
         del engine, model
     gc.collect()
-    return peaks, at_peak, host
+    return peaks, host
 
 
-def peak_of(case: Case, rank: int, world_size: int, with_places: bool = False) -> tuple[int, str, int]:
-    """The peak of the second step of a case without what the host keeps, what lived then, and what the host keeps."""
-    peaks, at_peak, host = peaks_of(case, rank, world_size, with_places=with_places)
-    return peaks[-1] - host, at_peak, host
+def peak_of(case: Case, rank: int, world_size: int) -> tuple[int, int]:
+    """The peak of the second step of a case without what the host keeps, and what the host keeps."""
+    peaks, host = peaks_of(case, rank, world_size)
+    return peaks[-1] - host, host
 
 
 def kept_by_a_block(case: Case) -> float:

@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("transformers")
 
 from tests.hf_families import batch, loss_of, model_of
+from tests.sgd_engines import engine_of
 from tests.test_alltoalls import on_nodes
-from tests.test_hugging_face import engine_of
 from tests.test_moved_experts import adam
 
 NUM_EXPERTS = 12

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
 from ds_fsmoe.planning.schedule import Lane, Task
@@ -79,6 +80,12 @@ def record_both(folder: Path) -> Path:
     record(folder / "stock", run_files.STOCK, step_ms=30.0)
     record_details(record(folder / "ours", "best"))
     return folder
+
+
+def page_of(folder: Path) -> str:
+    """The page that the command line makes of a run, or of two."""
+    assert main(["report", str(folder)]) == 0
+    return (folder / "report.html").read_text()
 
 
 def charts_of(page: str) -> dict[str, dict[str, Any]]:

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from torch import nn
 
+import ds_fsmoe
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 
 # Odd and prime, so that a wrong reshape cannot fit by accident.
@@ -118,6 +120,24 @@ class SmallModel(nn.Module):
         y_BLM, aux_second, _ = self.moes[1](x_BLM + torch.tanh(self.middle(y_BLM)))
         loss = ((y_BLM - target_BLM).float() ** 2).mean() + 0.01 * (aux_first + aux_second)
         return loss, y_BLM
+
+
+def small_engine(
+    case: Case, rank: int, block: dict[str, Any] | None = None, model: nn.Module | None = None, **blocks: Any
+) -> Any:
+    """Return an engine of a small model, or of a given one: stock's without a block, and ours with one."""
+    model = SmallModel(case, rank) if model is None else model
+    blocks |= {} if block is None else {"fsmoe": {"enabled": True} | block}
+    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))[0]
+
+
+def scaled(model: nn.Module, scale: float) -> nn.Module:
+    """Multiply all parameters of a model, and return it."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(scale)
+    return model
 
 
 def batch(step: int, rank: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

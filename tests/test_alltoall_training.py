@@ -25,31 +25,22 @@ from ds_fsmoe.tuning.summary import summarize
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch, train_steps
+from tests.small_model import BATCH, LENGTH, Case, SmallModel, batch, small_engine, train_steps
+from tests.test_chunked_training import degrees
 
 CASE = Case(4, 1, "fp32", 2, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
 
 
 def block(alltoall: str, **others: Any) -> dict[str, Any]:
     """Two nodes of two ranks, cut differently forward and backward; degrees that are asked for are not tuned."""
-    return {
-        "enabled": True,
-        "alltoall": alltoall,
-        "schedule": "fsmoe",
-        "pipeline_degree": {"forward": 3, "backward": 2},
-        "topology": {"ranks_per_node": 2},
-        "autotune": {"enabled": False},
-        **others,
-    }
+    how = {"alltoall": alltoall, "schedule": "fsmoe", "topology": {"ranks_per_node": 2}, "autotune": {"enabled": False}}
+    return degrees(3, 2, **how | others)
 
 
 def started(case: Case, rank: int, block: dict[str, Any]) -> tuple[Any, SmallModel]:
-    import ds_fsmoe
-
     torch.manual_seed(0)
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe=block)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0], model
+    engine = small_engine(case, rank, block)
+    return engine, engine.module
 
 
 def train(rank: int, block: dict[str, Any]) -> list[torch.Tensor]:

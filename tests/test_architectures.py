@@ -24,17 +24,9 @@ from ds_fsmoe.offline.plan.command import add_arguments  # noqa: E402
 from tests.samples import draw  # noqa: E402
 
 TINY: dict[str, Any] = {
-    "hidden_size": 40,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 12,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 101,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    **{"hidden_size": 40, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 5},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101, "max_position_embeddings": 64},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
 # What families call the sizes of their experts; of each the ones that it has.
 SIZES: dict[str, Any] = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,9 +40,9 @@ from ds_fsmoe.tuning import predicted_ep_size
 from ds_fsmoe.tuning.predicted_ep_size import learned_of
 from tests.ep_size_cases import FAST, SLOW, choice, chosen, links
 from tests.hf_families import NUM_EXPERTS, config_of, losses_of_steps, model_of
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 
 def on_links(folder: Path) -> dict[str, Any]:
@@ -150,8 +149,7 @@ def measured(rank: int, world_size: int) -> dict[str, Any]:
 
     import ds_fsmoe
 
-    said = Said(logging.WARNING)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard("WARNING")
     found: dict[str, Any] = {}
 
     def sizes_of(config: dict[str, Any]) -> tuple[set[int], str | None]:

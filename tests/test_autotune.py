@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,9 @@ from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.tuning import measure as measuring
 from ds_fsmoe.tuning.autotune import FORWARDS_BEFORE
 from tests.hurry import hurry
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, batch, small_engine
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 3
@@ -46,16 +45,11 @@ class Run:
 
 
 def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEPS) -> Run:
-    import ds_fsmoe
 
     hurry()
-    said, logger = Said(names_level=True), logging.getLogger("ds_fsmoe")
-    logger.addHandler(said)
+    said = heard(names_level=True)
     torch.manual_seed(0)
-    run = Run()
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True} | block)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    run, engine = Run(), small_engine(case, rank, block)
     # Nothing comes of the first two forwards but sizes: so what is trained is run with one plan throughout.
     for _ in range(FORWARDS_BEFORE):
         engine(*batch(99, rank, torch.float32))
@@ -73,9 +67,9 @@ def train(rank: int, block: dict[str, Any], case: Case = CASE, steps: int = STEP
         result = engine.fsmoe.autotune.result
         run.contention = [each.contention for each in result.predictors.values()]
         run.num_measured = result.num_measured
-    run.numbers += [each.detach().clone() for each in model.parameters()]
+    run.numbers += [each.detach().clone() for each in engine.module.parameters()]
     engine.destroy()
-    logger.removeHandler(said)
+    said.end()
     run.said = "\n".join(said.lines)
     return run
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from ds_fsmoe.measuring.cache import MeasurementCache, Measurements
 from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.job.measured import Timing
-from tests.logged import Said
+from tests.logged import heard
 
 FINGERPRINT = {"hosts": {"0-1": "node0", "2": "node1"}, "ranks_per_node": [2, 1], "links": {"node0": ["eth0 [up]"]}}
 CLUSTER = Cluster("measured", 2, 1, {"gemm": Operation(LinearCost(1 / 3, 1e-10), None, "a [ b ] \n c")})
@@ -40,10 +39,9 @@ def some() -> Measurements:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    handler, logger = Said(names_level=True), logging.getLogger("ds_fsmoe")
-    logger.addHandler(handler)
+    handler = heard(names_level=True)
     yield handler.lines
-    logger.removeHandler(handler)
+    handler.end()
 
 
 def test_what_is_kept_is_read_back_to_the_last_bit_and_is_a_cluster_file_for_all(

@@ -10,18 +10,14 @@ from typing import Any
 import torch
 
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, batch, small_engine
 
 SIZES = (2, 0)
 """Samples of rank 1, where rank 0 has three."""
 
 
 def make(rank: int, case: Case) -> Any:
-    import ds_fsmoe
-
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "ops": "reference", "pipeline_degree": {"forward": 2}})
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return small_engine(case, rank, {"ops": "reference", "pipeline_degree": {"forward": 2}})
 
 
 def outcome(engine: Any, rank: int, size: int, is_training: bool = True) -> str:

@@ -25,7 +25,7 @@ from ds_fsmoe.checkpoint_files.whole import Whole
 from ds_fsmoe.cli import main
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, train_steps
+from tests.small_model import Case, SmallModel, scaled, small_engine, train_steps
 
 pytestmark = pytest.mark.long
 
@@ -41,14 +41,8 @@ class Tied(SmallModel):
 
 
 def make(rank: int, case: Case, model_class: Any = SmallModel, scale: float = 1.0, **blocks: Any) -> Any:
-    import ds_fsmoe
-
-    model = model_class(case, rank)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    config = case.ds_config(**({"fsmoe": {"enabled": True}, "optimizer": ADAM, "gradient_clipping": 0.0} | blocks))
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    blocks = {"fsmoe": {}, "optimizer": ADAM, "gradient_clipping": 0.0} | blocks
+    return small_engine(case, rank, blocks.pop("fsmoe"), scaled(model_class(case, rank), scale), **blocks)
 
 
 def train(engine: Any, rank: int, first: int, steps: int = 2) -> list[float]:

@@ -328,13 +328,7 @@ ALL = [f"file {number:02d}" for number in range(20)]
 
 @pytest.mark.parametrize(
     "views",
-    [
-        [ALL] * 8,
-        [ALL[:10]] * 3 + [ALL[10:]] * 5,
-        [ALL[:12], ALL[8:]] * 4,
-        [ALL[:19]] + [ALL] * 7,
-        [ALL[:3]] * 8,
-    ],
+    [[ALL] * 8, [ALL[:10]] * 3 + [ALL[10:]] * 5, [ALL[:12], ALL[8:]] * 4, [ALL[:19]] + [ALL] * 7, [ALL[:3]] * 8],
     ids=["shared", "two nodes", "two nodes with a copy", "one lags", "few files"],
 )
 def test_each_file_is_summed_up_by_one_of_the_ranks_that_see_it(

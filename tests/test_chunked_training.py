@@ -23,7 +23,7 @@ from tests.covering import covering
 from tests.distances import furthest
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import NUM_EXPERTS, Case, SmallModel, batch, train_steps
+from tests.small_model import NUM_EXPERTS, Case, SmallModel, batch, small_engine, train_steps
 
 STEPS = 2
 # Of the largest number of its kind, after some steps with a learning rate of 0.5.
@@ -56,11 +56,7 @@ DEGREES = ((1, 5), (2, 2), (3, 2), (4, 4), (7, 3))
 KINDS = {1: "smooth", 2: "smooth gpt"}
 """The number of ranks that share an expert -> an expert that can be shared so."""
 NO_DRAWS = (("top2_2nd_expert_sampling", False),)
-CASES = [
-    Case(2, 0, "fp32", 1, 2, True),
-    Case(2, 1, "fp32", 3, 3, False),
-    Case(2, 2, "fp32", 1, 1, True, True),
-]
+CASES = [Case(2, 0, "fp32", 1, 2, True), Case(2, 1, "fp32", 3, 3, False), Case(2, 2, "fp32", 1, 1, True, True)]
 
 
 def pipeline_of(name: str) -> str:
@@ -106,14 +102,11 @@ Use = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
 """``(engine, x, target) -> loss``: another use of a model than one forward in training."""
 
 
-def train(
-    case: Case, rank: int, initialize: Any, block: dict[str, Any] | None, use: Use | None = None
-) -> dict[str, list[torch.Tensor]]:
+def train(case: Case, rank: int, block: dict[str, Any] | None, use: Use | None = None) -> dict[str, list[torch.Tensor]]:
     """Losses, outputs and input gradients of every step, and the dense parameters after the last."""
     torch.manual_seed(0)
-    blocks = {} if block is None else {"fsmoe": block}
-    model = SmallModel(case, rank)
-    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
+    engine = small_engine(case, rank, block)
+    model = engine.module
     seen: dict[str, list[torch.Tensor]] = {"losses": [], "outputs": [], "input gradients": []}
     for step in range(STEPS * case.accumulation):
         x_BLM, target_BLM = batch(step, rank, next(model.parameters()).dtype)
@@ -146,15 +139,11 @@ Work = list[tuple[Case, dict[str, dict[str, Any]], Use | None]]
 
 
 def compare_blocks(rank: int, world_size: int, work: Work) -> list[str]:
-    import deepspeed
-
-    import ds_fsmoe
-
     found = []
     for case, blocks, use in work:
-        stocks = train(case, rank, deepspeed.initialize, None, use)
+        stocks = train(case, rank, None, use)
         for name, block in blocks.items():
-            ours = train(case, rank, ds_fsmoe.initialize, block, use)
+            ours = train(case, rank, block, use)
             found += [f"{name}, {case}: {each}" for each in differences(ours, stocks, case.dtype)]
     return found
 
@@ -207,14 +196,6 @@ def test_sharded_experts_train_to_the_numbers_of_whole_ones(layout: tuple[int, i
         for case, name in zip(CASES, names, strict=True)
     ]
     assert_no_differences(world_size, work, tmp_path)
-
-
-def started(case: Case, rank: int, block: dict[str, Any]) -> tuple[Any, SmallModel]:
-    import ds_fsmoe
-
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe=block)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0], model
 
 
 def with_client_optimizer(rank: int, world_size: int) -> list[list[float]]:
@@ -292,7 +273,7 @@ def other_uses(rank: int, world_size: int) -> tuple[list[str], bool, str]:
     work: Work = [(case, {name: way}, use) for (name, use), way in zip(USES.items(), ways, strict=False)]
     found, parameters = compare_blocks(rank, world_size, work), []
     for has_batch in (False, True):
-        engine, model = started(replace(case, accumulation=2), rank, degrees(3, 2))
+        engine = small_engine(replace(case, accumulation=2), rank, degrees(3, 2))
         for step in range(2):
             if rank == 1 and step == 1:
                 loss = 0.0 * engine(*batch(step, rank, torch.float32))[0] if has_batch else engine.fsmoe_dummy_forward()
@@ -300,10 +281,10 @@ def other_uses(rank: int, world_size: int) -> tuple[list[str], bool, str]:
                 loss = engine(*batch(step, rank, torch.float32))[0]
             engine.backward(loss)
             engine.step()
-        parameters.append(torch.cat([each.detach().flatten() for each in model.parameters()]))
+        parameters.append(torch.cat([each.detach().flatten() for each in engine.module.parameters()]))
         engine.destroy()
     with pytest.raises(RuntimeError, match="the ranks disagree") as told:
-        started(case, rank, degrees(3, 4 if rank == 1 else 2))
+        small_engine(case, rank, degrees(3, 4 if rank == 1 else 2))
     return found, torch.allclose(*parameters, rtol=1.3e-6, atol=1e-5), str(told.value)
 
 

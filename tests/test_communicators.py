@@ -120,17 +120,10 @@ def start(job: Job) -> Made:
         "esp_size": job.esp,
         "gradient_partition": {"mode": job.mode},
     }
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": job.stage},
-        "fsmoe": block,
-    }
     with counted() as made, fake_ranks(job.rank, job.world):
         deepspeed.init_distributed("fake")
-        engine, *_ = ds_fsmoe.initialize(model=OneLayer(job.ep), config=config)
-        engine.destroy()
+        config = Case(stage=job.stage).ds_config(fsmoe=block)
+        ds_fsmoe.initialize(model=OneLayer(job.ep), config=config)[0].destroy()
     return made
 
 

@@ -13,30 +13,20 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
+from tests import sgd_engines
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import draw
+from tests.sgd_engines import stock_config
 
 STEPS = 3
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
 
 
 def engine_of(model: Any, stage: int, is_ours: bool = True, parameters: Any = None, **block: Any) -> Any:
-    import ds_fsmoe
-
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-        "steps_per_print": 10**9,
-        "fsmoe": {"enabled": is_ours, "ops": "reference"} | (block if is_ours else {}),
-    }
-    parameters = list(model.parameters()) if parameters is None else parameters
-    return ds_fsmoe.initialize(model=model, model_parameters=parameters, config=config)[0]
+    config = stock_config(stage, samples=2) | {"steps_per_print": 10**9}
+    config["fsmoe"] = {"enabled": is_ours, "ops": "reference"} | (block if is_ours else {})
+    return sgd_engines.engine_of(model, config, parameters)
 
 
 def loss_in(engine: Any, step: int) -> torch.Tensor:

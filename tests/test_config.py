@@ -103,6 +103,14 @@ def test_a_mistyped_switch_does_not_turn_us_off_in_silence() -> None:
             {"autotune": {"enabled": False, "cache_dir": "x"}},
             'fsmoe.autotune.cache_dir = "x": only with fsmoe.autotune.enabled = true or "auto", and it is false',
         ),
+        (
+            {"autotune": {"enabled": False, "watch_every": 5}},
+            "fsmoe.autotune.watch_every = 5: only with fsmoe.autotune.enabled = true",
+        ),
+        (
+            {"autotune": {"enabled": True, "retune_on_drift": True, "watch_every": 0}},
+            "fsmoe.autotune.retune_on_drift = true: only with fsmoe.autotune.watch_every above 0, and it is 0",
+        ),
         ({"num_chunks": {"max": 8}, "autotune": {"enabled": False}}, "fsmoe.num_chunks.max = 8: only with"),
         ({"deterministic": True, "autotune": {"trials": 5}}, "deterministic = true measures nothing"),
         # What lina chooses is not given by hand as well.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ import torch
 from deepspeed.moe.experts import Experts
 from torch import nn
 
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import draw
-from tests.small_model import EXPERT_WIDTH, WIDTH, Case, SmallModel, batch
+from tests.small_model import EXPERT_WIDTH, WIDTH, Case, SmallModel, batch, small_engine
 
 Change = Callable[[SmallModel, nn.Module, list], None]
 """(model, layer, what is seen) -> the layer's experts module is changed."""
@@ -108,6 +107,7 @@ HOOKS = [
     *(keeps_results_for_the_loss, cuts_the_graph, on_one_rank_alone, own_forward_on_the_object),
 ]
 CLASSES = [subclass, another_module]
+CASE = Case(ep_size=2, stage=1, k=2)
 CUT = {"pipeline_degree": {"forward": 2, "backward": 3}}
 BLOCKS = [
     {"autotune": False},
@@ -117,22 +117,18 @@ BLOCKS = [
 ]
 
 
-def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple[list, list[str]]:
-    """Seen and computed in three steps and an evaluation; what was said. Without a block: by DeepSpeed alone."""
-    import deepspeed
+Trained = tuple[list[list[torch.Tensor]], list[str], list[tuple[int, int]]]
+"""What is seen and computed in three steps and an evaluation; what is said; the degrees of both layers."""
 
-    import ds_fsmoe
 
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
-    case = Case(ep_size=2, stage=1, k=2)
+def trained(rank: int, block: dict | None, change: Change, early: bool, case: Case = CASE) -> Trained:
+    """Train a model of which the second layer is changed; without a block by DeepSpeed alone."""
+    said = heard()
     model, seen = SmallModel(case, rank), []
     layer = model.moes[1].deepspeed_moe
     if early:
         change(model, layer, seen)
-    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-    config = case.ds_config(**({} if block is None else {"fsmoe": {"enabled": True, **block}}))
-    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = small_engine(case, rank, block, model)
     if not early:
         change(model, layer, seen)
     torch.manual_seed(rank)
@@ -144,32 +140,35 @@ def trained(rank: int, block: dict | None, change: Change, early: bool) -> tuple
     engine.eval()
     with torch.no_grad():
         note(seen, engine(*batch(7, rank, torch.float32))[0])
-    note(seen, *model.parameters())
+    note(seen, *model.parameters(), *model.buffers())
+    degrees = []
     if block is not None:
-        said.lines.append(f"degrees {layer.pipeline.degrees} {engine.fsmoe.chosen()['num_chunks']}")
+        said.lines.append(f"degrees {engine.fsmoe.chosen()['num_chunks']}")
+        degrees = [each.deepspeed_moe.pipeline.degrees for each in model.moes]
     engine.destroy()
-    logging.getLogger("ds_fsmoe").removeHandler(said)
-    return seen, said.lines
+    said.end()
+    return seen, said.lines, degrees
 
 
-def alike(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]]) -> bool:
+def alike(one: list[list[torch.Tensor]], other: list[list[torch.Tensor]], rtol: float = 1e-5) -> bool:
     """Whether as many tensors were seen each time, of the same numbers."""
     if [len(each) for each in one] != [len(each) for each in other]:
         return False
     pairs = zip(itertools.chain(*one), itertools.chain(*other), strict=True)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in pairs)
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=1e-6) for a, b in pairs)
 
 
 def compared(rank: int, world_size: int, pairs: list[tuple[Change, dict]]) -> None:
     for number, (change, block) in enumerate(pairs):
         early, name = change in CLASSES or number % 2 == 0, f"{change.__name__}, {block}"
-        expected, _ = trained(rank, None, change, early)
-        seen, said = trained(rank, block, change, early)
+        expected, *_ = trained(rank, None, change, early)
+        seen, said, degrees = trained(rank, block, change, early)
         if block.get("recompute") and change in (looks, changes_gradients, on_one_rank_alone):
             seen, expected = seen[-5:], expected[-5:]  # hooks are called once more
         assert alike(seen, expected), name
         if "pipeline_degree" in block:
-            assert said[-1] == "degrees (1, 1) forward 2, backward 3; forward 1, backward 1", name
+            assert degrees[1] == (1, 1), name
+            assert said[-1] == "degrees forward 2, backward 3; forward 1, backward 1", name
         if rank == 0:
             assert sum("in one chunk (" in each for each in said) == int("pipeline_degree" in block), name
 
@@ -185,13 +184,6 @@ def test_what_is_done_to_the_experts_module_does_what_it_does_in_stock(count: in
     run_on_ranks(compared, 2, tmp_path, most + draw("changes of experts", PAIRS, count))
 
 
-def engine_of(model: SmallModel, case: Case, block: dict[str, Any], **others: Any) -> Any:
-    import ds_fsmoe
-
-    config = case.ds_config(fsmoe={"enabled": True, **block}, **others)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
-
-
 def step_of(engine: Any, number: int, rank: int) -> None:
     engine.backward(engine(*batch(number, rank, torch.float32))[0])
     engine.step()
@@ -199,12 +191,11 @@ def step_of(engine: Any, number: int, rank: int) -> None:
 
 def late(rank: int, world_size: int) -> dict[str, Any]:
     """A hook that rank 1 puts on after a step, in a layer that is cut; then it asks for another look, with rank 0."""
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard()
     found: dict[str, Any] = {"calls": [], "degrees": []}
     case = Case(ep_size=world_size)
     model, seen = SmallModel(case, rank), []
-    engine = engine_of(model, case, CUT | {"debug": {"check_every": 1}})
+    engine = small_engine(case, rank, CUT | {"debug": {"check_every": 1}}, model)
     for step in range(6):
         if step == 2 and rank == world_size - 1:
             looks(model, model.moes[0].deepspeed_moe, seen)
@@ -231,8 +222,8 @@ class FailsOfItsOwn(nn.Module):
 def late_alone(rank: int, world_size: int) -> tuple[dict[str, Any], str]:
     """The same on one rank; and what is said where an experts module fails."""
     found, case = late(rank, world_size), Case()
-    model = SmallModel(case, rank)
-    engine, inner = engine_of(model, case, {"autotune": False}), model.moes[0].deepspeed_moe
+    engine = small_engine(case, rank, {"autotune": False})
+    inner = engine.module.moes[0].deepspeed_moe
     inner.experts = FailsOfItsOwn(inner.experts.deepspeed_experts)
     with pytest.raises(RuntimeError) as caught:
         engine(*batch(0, rank, torch.float32))
@@ -246,7 +237,7 @@ def late_and_watched(rank: int, world_size: int, folder: str) -> tuple[dict[str,
     inner = model.moes[1].deepspeed_moe
     looks(model, inner, [])
     trace = {"enabled": True, "start_step": 0, "num_steps": 1, "path": folder}
-    engine = engine_of(model, case, {"trace": trace}, wall_clock_breakdown=True)
+    engine = small_engine(case, rank, {"trace": trace}, model, wall_clock_breakdown=True)
     step_of(engine, 0, rank)
     engine.destroy()
     return found, [inner.time_moe > 0, inner.time_falltoall > 0, inner.time_salltoall > 0]

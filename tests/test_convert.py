@@ -30,7 +30,7 @@ from tests import hf_families
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, train_steps
+from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, scaled, small_engine, train_steps
 
 EXPERTS["mixtral"] = lambda: MixtralFeedForward(WIDTH, 28)
 PLAIN, CUT = Case(ep_size=2, stage=1, dtype="bf16", expert="mixtral"), Case(stage=2, expert="gpt")
@@ -39,19 +39,10 @@ STEPS = 2
 
 def make(rank: int, case: Case, esp: int, scale: float = 1.0) -> Any:
     """Ours; stock's for ``esp = 0``."""
-    import deepspeed
-
-    import ds_fsmoe
-
     EXPERTS["mixtral"] = lambda: MixtralFeedForward(WIDTH, 28)
     model = SmallModel(case, rank, lambda *args, **options: _stock(*args, use_rts=False, **options))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    blocks: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}}
-    blocks |= {"fsmoe": {"enabled": True, "esp_size": esp}} if esp else {}
-    initialize = ds_fsmoe.initialize if esp else deepspeed.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))[0]
+    adam = {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}
+    return small_engine(case, rank, {"esp_size": esp} if esp else None, scaled(model, scale), optimizer=adam)
 
 
 def _stock(*args: Any, **options: Any) -> Any:

@@ -252,7 +252,8 @@ def test_parameters_gathered_ahead_get_stuck_without_the_fence_and_not_with_it(t
 
 def lopsided(rank: int, world_size: int) -> list[str]:
     """What is off of four losses at stage 3, where all tokens choose two experts of the first rank."""
-    from tests.test_hugging_face import WIDTH, OfTwice, Twice, ds_config, engine_of
+    from tests.sgd_engines import ds_config, engine_of
+    from tests.test_hugging_face import WIDTH, OfTwice, Twice
 
     class OnlyHit(Twice):
         """As families write it: an expert without a token is not computed, nor its activation called."""

@@ -24,9 +24,9 @@ pytest.importorskip("transformers")
 
 from tests.hf_families import batch, loss_of, model_of
 from tests.ranks import run_on_ranks
+from tests.sgd_engines import ds_config, engine_of
 from tests.small_model import Case, SmallModel
 from tests.small_model import batch as batch_of_small
-from tests.test_hugging_face import ds_config, engine_of
 from tests.waiting import until
 
 STEPS, ROUNDS = 2, 2

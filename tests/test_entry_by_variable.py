@@ -91,11 +91,9 @@ def test_another_value_ends_the_import_of_deepspeed_and_no_interpreter_without_i
 
 def begin_on_the_first_rank_only(rank: int, world_size: int, stage: int) -> tuple[str, str]:
     """What rank 0 raises, and what it said before, where the last rank runs stock DeepSpeed."""
-    from ds_fsmoe.log import logger
-    from tests.logged import Said
+    from tests.logged import heard
 
-    said = Said()
-    logger.addHandler(said)
+    said = heard()
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config["optimizer"] = {"type": "Adam", "params": {"torch_adam": True}}
     model = MoE(7, torch.nn.Linear(7, 7), num_experts=2)

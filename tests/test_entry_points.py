@@ -26,9 +26,8 @@ from ds_fsmoe import ConfigError, run
 from ds_fsmoe.cli import main
 from ds_fsmoe.engine import compat, entry_points
 from ds_fsmoe.engine.command_line import read_given, take_option
-from ds_fsmoe.log import logger
 from ds_fsmoe.offline.commands.training_command import find_given
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.scripts import ROOT, START, Start, launch
@@ -210,8 +209,7 @@ def give_from_outside(folder: str) -> None:
     own = plain | {"fsmoe": {"enabled": True, "order": "sparse"}}
     file = Path(folder, "ds_config.json")
     file.write_text(json.dumps(plain))
-    listening = Said()
-    logger.addHandler(listening)
+    listening = heard()
 
     ds_fsmoe.install({"enabled": True, "order": "einsum"})
     entry_points.warn_if_unused()

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import nn
 
-import ds_fsmoe
 from ds_fsmoe import (
     DenseOrder,
     GPTFeedForward,
@@ -31,9 +30,9 @@ from ds_fsmoe import (
 from ds_fsmoe.checks import first_forwards
 from ds_fsmoe.checks.first_forwards import FirstForwards
 from tests.calls import call_of
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
-from tests.small_model import WIDTH, Case, SmallModel, batch
+from tests.small_model import WIDTH, Case, batch, small_engine
 
 CASE = Case(1, 0, "fp32", 1, 2, True)
 
@@ -64,12 +63,9 @@ def trained(
     rank: int, change: Callable[[nn.Module], nn.Module], block: dict[str, Any], on_rank: int | None
 ) -> dict[str, Any]:
     """Three steps; the second expert of the second layer is changed, on every rank or on one."""
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
-    model = SmallModel(CASE, 0)
-    config = CASE.ds_config(fsmoe={"enabled": True, **block})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    experts = model.moes[1].deepspeed_moe.experts.deepspeed_experts
+    said = heard()
+    engine = small_engine(CASE, 0, block)
+    experts = engine.module.moes[1].deepspeed_moe.experts.deepspeed_experts
     if on_rank in (None, rank):
         experts[1] = change(experts[1])
     calls: list[int] = []
@@ -90,9 +86,9 @@ def trained(
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
     with pytest.raises(LayerError) as wide:
-        model.moes[1](torch.randn(7, WIDTH + 1))
+        engine.module.moes[1](torch.randn(7, WIDTH + 1))
     found["wide"] = str(wide.value)
-    logging.getLogger("ds_fsmoe").removeHandler(said)
+    said.end()
     engine.destroy()
     words = ("row-wise", "run in one chunk", "runs in one chunk")
     return found | {"said": [each for each in said.lines if any(word in each for word in words)]}

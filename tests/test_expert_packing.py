@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,9 +27,9 @@ from ds_fsmoe.measuring.packing_times import ExpertSizes, pack_by_times
 from ds_fsmoe.measuring.stopwatch import Stopwatch
 from tests.call_counts import Operations
 from tests.hf_families import NUM_EXPERTS, losses_of_steps, model_of
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 LINA = {"policy": "lina"}
 SIZES = ExpertSizes(8, 16, 24, True, torch.float32)
@@ -63,8 +62,7 @@ def packed(rank: int, world_size: int, stage: int) -> dict[str, Any]:
     one by hand."""
     from deepspeed.utils import groups as stock_groups
 
-    said = Said(logging.INFO)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard("INFO")
     # The first rank has 2 < 4 and then 2 >= 1; by the others' times nothing would be packed.
     alltoall_ms, experts_ms = {4: 4.0, 2: 1.0}, {4: 2.0, 2: 2.0, 1: 2.0}
     if rank:

@@ -12,17 +12,12 @@ import torch
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, train_steps
+from tests.small_model import Case, small_engine, train_steps
 
 
 def make(rank: int, case: Case, esp: int, checked: bool = True, **blocks: Any) -> Any:
-    import ds_fsmoe
-
-    model = SmallModel(case, rank)
-    block = {"enabled": True, "esp_size": esp, "pipeline_degree": {"forward": 3, "backward": 2}}
-    block["debug"] = {"check_results": checked}
-    config = case.ds_config(fsmoe=block, **blocks)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    block = {"esp_size": esp, "pipeline_degree": {"forward": 3, "backward": 2}, "debug": {"check_results": checked}}
+    return small_engine(case, rank, block, **blocks)
 
 
 def spoil(engine: Any, layer: int, expert: int, value: float) -> None:

@@ -37,7 +37,7 @@ def save(rank: int, world_size: int, layouts: list[Layout], folder: str) -> list
 
     import ds_fsmoe
     from tests.hf_families import model_of
-    from tests.test_hugging_face import ds_config
+    from tests.sgd_engines import ds_config
 
     said = []
     for layout in layouts:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from ds_fsmoe.telemetry.flops import count_grouped_products
 from tests.ranks import run_on_ranks
-from tests.small_model import BATCH, LENGTH, NUM_EXPERTS, WIDTH, Case, SmallModel, train_steps
+from tests.small_model import BATCH, LENGTH, NUM_EXPERTS, WIDTH, Case, small_engine, train_steps
 
 
 def macs_of(file: Path) -> float:
@@ -52,13 +52,9 @@ def test_a_grouped_product_counts_as_the_products_that_it_is() -> None:
 
 def profiled(rank: int, world_size: int, folder: str) -> list[bool]:
     """Whether layers are cut when a step has been profiled."""
-    import ds_fsmoe
-
-    case = Case(2, 1, expert="gpt")
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "num_chunks": 2, "autotune": False})
-    config["flops_profiler"] = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/flops.txt"}
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    profiler = {"enabled": True, "profile_step": 1, "output_file": f"{folder}/flops.txt"}
+    block = {"num_chunks": 2, "autotune": False}
+    engine = small_engine(Case(2, 1, expert="gpt"), rank, block, flops_profiler=profiler)
     train_steps(engine, rank, range(3))
     return [each.pipeline.is_chunked for each in engine.fsmoe.layers.values()]
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.moe.sharded_moe import TopKGate, topkgating
@@ -22,7 +21,7 @@ from ds_fsmoe.layer.stock_layer import FSMoEGate
 from tests.covering import covering, every_case
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch, train_steps
+from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch, small_engine, train_steps
 
 
 def stock_as_routing(outcome: tuple) -> Routing:
@@ -197,15 +196,11 @@ def compare(rank: int, world_size: int, names: list[str]) -> None:
         # The formulas are three, and so each of them sees some of the hooks; what hooks see of each is tested below.
         number, results = [*HOOKS].index(name), []
         case, is_early = Case(ep_size=2, k=1 + number % 3, drop_tokens=number % 2 == 0), number % 2 == 1
-        for initialize, block in (
-            (deepspeed.initialize, {}),
-            (ds_fsmoe.initialize, {"enabled": True, "dispatch": "padded"}),
-        ):
+        for block in (None, {"dispatch": "padded"}):
             model, seen = SmallModel(case, rank), []
             if is_early:
                 HOOKS[name](model.moes[0].deepspeed_moe.gate, seen)
-            config = case.ds_config(fsmoe=block)
-            engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+            engine = small_engine(case, rank, block, model)
             if not is_early:
                 HOOKS[name](model.moes[0].deepspeed_moe.gate, seen)
             torch.manual_seed(rank)

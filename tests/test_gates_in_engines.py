@@ -24,7 +24,7 @@ from ds_fsmoe.engine import convert_layers
 from tests.covering import covering
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel, batch
+from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel, batch, small_engine
 from tests.tensor_parallel import begin, degrees
 from tests.test_duplicates import differences, train
 from tests.test_pipeline_stages import batches, make_engine
@@ -197,15 +197,14 @@ def own_gates(rank: int, world_size: int) -> None:
     """What gates do that a script has put into its layers."""
     for kind, case in (("subclass", Case(2, 1)), ("wrapped", Case(2, 1, k=2, drop_tokens=False))):
         outputs = []
-        for initialize, blocks in ((deepspeed.initialize, {}), (ds_fsmoe.initialize, {"fsmoe": {"enabled": True}})):
+        for block in (None, {}):
             model = SmallModel(case, rank)
             for moe in model.moes:
                 if kind == "subclass":
                     moe.deepspeed_moe.gate.__class__ = CallersGate
                 else:
                     moe.deepspeed_moe.gate = WrappedGate(moe.deepspeed_moe.gate)
-            config = case.ds_config(**blocks)
-            engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+            engine = small_engine(case, rank, block, model)
             torch.manual_seed(rank)
             outputs.append(engine(*batch(0, rank, torch.float32))[1])
             engine.destroy()
@@ -219,8 +218,7 @@ def own_gates(rank: int, world_size: int) -> None:
     model, gate = SmallModel(Case(2), rank), SoftMoEGate(slots_per_expert=3)
     gate.build_once(WIDTH, 4)
     model.moes[0].deepspeed_moe.gate = gate
-    config = Case(2).ds_config(fsmoe={"enabled": True})
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = small_engine(Case(2), rank, {}, model)
     before = gate.wg.weight.detach().clone()
     one_micro_step(engine, model, 0, rank)
     assert engine.fsmoe.chosen()["order"] == "dense; sparse"

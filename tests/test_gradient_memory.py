@@ -13,7 +13,7 @@ from torch import nn
 from tests.gradient_cases import LOOPS, Run, compare, train, training
 from tests.ranks import run_on_ranks
 from tests.samples import draw
-from tests.small_model import Case, SmallModel
+from tests.small_model import Case, SmallModel, small_engine
 from tests.small_model import batch as small_batch
 from tests.test_gradients_against_stock import BY_RULE, STAGES
 from tests.waiting import LIMIT_S
@@ -106,14 +106,11 @@ def step(engine: Any, number: int, spare: bool) -> None:
 
 def used_by_all(rank: int, world_size: int) -> None:
     """There is no second copy; then a gradient comes again, behind the backward's windows."""
-    import ds_fsmoe
-
     torch.manual_seed(0)
     case = Case(ep_size=2, k=2)
     model = SmallModel(case, rank)
     model.spare = nn.Parameter(torch.ones(5))
-    config = case.ds_config(fsmoe=ALL_USED)
-    engine = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    engine = small_engine(case, rank, ALL_USED, model)
     reducer = engine.fsmoe.reduction.reducer
     for number in range(2):
         step(engine, number, spare=True)

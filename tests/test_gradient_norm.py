@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe.gradients.norm import clip_by_norm
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import draw
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, batch, small_engine
 
 STEPS = 2
 SPREADS = [(1, 1), (2, 1), (4, 1), (2, 2)]  # (ep, esp)
@@ -23,12 +22,9 @@ SPREADS = [(1, 1), (2, 1), (4, 1), (2, 2)]  # (ep, esp)
 
 def norms_of_a_run(case: Case, rank: int, esp_size: int, clipping: float) -> tuple[list[float], list[float], float]:
     """What the engine reports, what the gradients say, and a number that all of training went into."""
-    import ds_fsmoe
-
     torch.manual_seed(0)
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size}, gradient_clipping=clipping)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = small_engine(case, rank, {"esp_size": esp_size}, gradient_clipping=clipping)
+    model = engine.module
     reported, true = [], []
     for step in range(STEPS):
         loss, _ = engine(*batch(step, rank, next(model.parameters()).dtype))
@@ -52,8 +48,7 @@ def true_norm(model: SmallModel, num_parts: int) -> float:
 
 
 def compare_spreads(rank: int, world_size: int, dtype: str, clipping: float) -> list:
-    said = Said(logging.WARNING)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard("WARNING")
     found = [
         norms_of_a_run(Case(ep_size, 0, dtype, 1, 2, False, expert="gpt"), rank, esp_size, clipping)
         for ep_size, esp_size in SPREADS

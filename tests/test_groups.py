@@ -115,13 +115,7 @@ def test_ranks_with_one_host_name_share_a_node_wherever_they_stand() -> None:
 
 
 def test_links_follow_from_the_nodes_of_the_ranks_alike_for_all_groups_of_a_kind() -> None:
-    for ranks, lanes in (
-        ((3,), ()),
-        ((4, 5, 6, 7), INSIDE),
-        ((1, 5), BETWEEN),
-        ((0, 1, 4), BOTH),
-        (range(8), BOTH),
-    ):
+    for ranks, lanes in (((3,), ()), ((4, 5, 6, 7), INSIDE), ((1, 5), BETWEEN), ((0, 1, 4), BOTH), (range(8), BOTH)):
         assert topology_of_size(8, 4).lanes_of(tuple(ranks)) == lanes
     # Otherwise two ranks would run one schedule on different lanes, and wait for each other for ever.
     one_leaves_its_node = Topology((0, 0, 0, 1)).place([(0, 1), (2, 3)])

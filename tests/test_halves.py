@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ pytest.importorskip("transformers")
 from tests.distances import furthest
 from tests.hf_families import batch, model_of
 from tests.hf_lora import lora_of, trained
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import TOLERANCE, ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
+from tests.test_hugging_face import TOLERANCE
 
 pytestmark = pytest.mark.long
 
@@ -157,8 +157,7 @@ def in_turn(rank: int, world_size: int) -> dict[str, Any]:
     # A rank that has a single sample would send half as often as the others.
     found["uneven"] = of_batches(rank, world_size, [(2, 2), (2, 2), (2, 1), (3, 2), (1, 1), (2, 5)])
     found["none"] = of_batches(rank, world_size, [(2, 2), (2, 2), (2, 0), (2, 2)])
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard()
     found["cache"] = of_batches(rank, world_size, [(2, 2)] * 3, has_cache=True)[-1], " ".join(said.lines)
     return found
 

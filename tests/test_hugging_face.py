@@ -30,32 +30,12 @@ from tests.hf_families import (
 )
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
+from tests.sgd_engines import ds_config, engine_of
 
 SIX = ("mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "glm4_moe", "gpt_oss")
 TOLERANCE = 1e-5
 # Sums of numbers that cancel: the family itself differs by more between one batch and its halves.
 CANCELLING = {"hy_v4": 1e-3, "lara_mini": 1e-4}
-
-
-def ds_config(stage: int, lr: float = 0.5, **block: Any) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": stage}
-    if stage == 3:
-        # Or tiny parameters stay whole.
-        zero |= {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "SGD", "params": {"lr": lr}},
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero,
-        "fsmoe": {"enabled": True} | block,
-    }
-
-
-def engine_of(model: nn.Module, config: dict[str, Any], parameters: Any = None) -> Any:
-    import ds_fsmoe
-
-    return ds_fsmoe.initialize(model=model, model_parameters=parameters or list(model.parameters()), config=config)[0]
 
 
 def own_part(whole: torch.Tensor, part_shape: torch.Size, ep_rank: int) -> torch.Tensor:

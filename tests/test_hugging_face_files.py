@@ -24,7 +24,7 @@ from ds_fsmoe.cli import main
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 SEQUENCES = 4
 """Of all ranks, in every step."""

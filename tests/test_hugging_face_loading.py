@@ -17,7 +17,8 @@ from tests.hf_families import batch, loss_of, model_of
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of, off_loss, own_part
+from tests.sgd_engines import ds_config, engine_of
+from tests.test_hugging_face import off_loss, own_part
 
 FORMS = ("one by one", "stacked")
 

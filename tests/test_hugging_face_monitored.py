@@ -17,7 +17,7 @@ from ds_fsmoe.telemetry.routers import probabilities_of, router_outputs
 from tests.hf_families import NUM_CHOICES, batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 LENGTH, ACCUMULATION = 16, 2
 

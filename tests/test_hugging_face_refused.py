@@ -26,7 +26,8 @@ from ds_fsmoe.layer.parts import LayerError
 from tests.hf_families import NUM_EXPERTS, WIDTH, batch, model_of
 from tests.hf_lora import BOTH, engine_with, lora_config, lora_of, step
 from tests.ranks import run_on_ranks
-from tests.test_hugging_face import OfTwice, ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
+from tests.test_hugging_face import OfTwice
 
 
 def tied(model: nn.Module) -> None:

@@ -32,16 +32,8 @@ from tests.hf_lora import (
 )
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import (
-    TOLERANCE,
-    OfTwice,
-    Twice,
-    TwiceOnOneRank,
-    called_ones,
-    ds_config,
-    engine_of,
-    own_part,
-)
+from tests.sgd_engines import ds_config, engine_of
+from tests.test_hugging_face import TOLERANCE, OfTwice, Twice, TwiceOnOneRank, called_ones, own_part
 
 Weights = tuple[str, ...] | None
 """Which weights of experts have adapters, by the contract; none: those of attention alone; ``None``: no LoRA."""

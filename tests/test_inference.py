@@ -34,12 +34,12 @@ from tests.inference_models import (
     Experts,
     Model,
     ds_config,
-    engine_of,
     plain,
     tokens,
     watched,
 )
 from tests.ranks import run_on_ranks
+from tests.sgd_engines import engine_of
 from tests.small_model import Case, SmallModel, batch
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, batch, small_engine
 
 Use = Callable[[Any, SmallModel, int], list[torch.Tensor]]
 
@@ -67,21 +67,13 @@ CHOICES = [(1, True), (2, False), (3, True)]
 
 def compare(rank: int, world_size: int, in_turns: bool) -> None:
     """Compare each use with all of these; ``in_turns``: with one of them."""
-    import deepspeed
-
-    import ds_fsmoe
-
     for number, (name, use) in enumerate(USES.items()):
         for k, drop_tokens in [CHOICES[number % len(CHOICES)]] if in_turns else CHOICES:
             seen, case = [], Case(ep_size=2, stage=0, k=k, drop_tokens=drop_tokens)
             for dispatch in ("", "padded", "auto")[: 3 - drop_tokens]:
-                block = {"fsmoe": {"enabled": True, "dispatch": dispatch}} if dispatch else {}
-                initialize = ds_fsmoe.initialize if dispatch else deepspeed.initialize
-                model = SmallModel(case, rank)
-                parameters = list(model.parameters())
-                engine, *_ = initialize(model=model, model_parameters=parameters, config=case.ds_config(**block))
+                engine = small_engine(case, rank, {"dispatch": dispatch} if dispatch else None)
                 torch.manual_seed(rank)
-                seen.append(use(engine, model, rank))
+                seen.append(use(engine, engine.module, rank))
                 engine.destroy()
             for stocks, padded, last in zip(seen[0], seen[1], seen[-1], strict=True):
                 assert torch.equal(stocks, padded), f"{name}, k = {k}"
@@ -95,12 +87,9 @@ def test_every_use_gives_stocks_numbers(in_turns: bool, tmp_path: Path) -> None:
 
 
 def timed_and_masked(rank: int, world_size: int) -> None:
-    import ds_fsmoe
-
     case = Case(ep_size=2, stage=1, k=2, moe_options=(("top2_2nd_expert_sampling", False),))
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True}, wall_clock_breakdown=True)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = small_engine(case, rank, {}, wall_clock_breakdown=True)
+    model = engine.module
     x_BLM, target_BLM = batch(0, rank, torch.float32)
     engine.backward(engine(x_BLM, target_BLM)[0])
     engine.step()

@@ -21,7 +21,7 @@ from ds_fsmoe.planning.decide.ep_size import EpSize
 from ds_fsmoe.tuning.predicted_ep_size import BatchLengths, EpSizePredictor
 from tests.ep_size_cases import FAST, SLOW, call, choice, chosen, links, run_steps
 from tests.hf_families import NUM_EXPERTS
-from tests.test_hugging_face import ds_config
+from tests.sgd_engines import ds_config
 
 
 def lengths(length: int, **known: bool) -> BatchLengths:

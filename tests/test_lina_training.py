@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.tuning.micro_ops import MicroOps, degree_of_call
 from tests.gradient_cases import AwkwardModel, Run, batch
-from tests.logged import Said
+from tests.logged import heard
 from tests.planning.test_rules import on_fast_links
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
@@ -62,8 +61,7 @@ def of_a_training(rank: int, world_size: int) -> list[dict[str, Any]]:
 def of_one(rank: int, deterministic: bool, stage: int) -> dict[str, Any]:
     """Degrees by step, and where slices lie, of the awkward model."""
     run = Run(stage, mode="unsaid", block=(*SCHEDULE, ("deterministic", deterministic), ("num_chunks.max", 5)))
-    said = Said(logging.INFO)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard("INFO")
     engine = engine_of(lambda: AwkwardModel(run, rank), run.ds_config() | {"fsmoe": run.fsmoe_block()})
     degrees = []
     for step in range(STEPS):
@@ -84,7 +82,7 @@ def of_one(rank: int, deterministic: bool, stage: int) -> dict[str, Any]:
         "mode": engine.fsmoe.gradients,
     }
     engine.destroy()
-    logging.getLogger("ds_fsmoe").removeHandler(said)
+    said.end()
     return found
 
 

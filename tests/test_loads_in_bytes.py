@@ -23,8 +23,8 @@ from ds_fsmoe.checkpoint_files import whole as whole_files
 from tests.hurry import hurry
 from tests.live_memory import LiveMemory
 from tests.ranks import run_on_ranks
+from tests.sgd_engines import ds_config, engine_of
 from tests.taken_bytes import Taken, kept_bytes
-from tests.test_hugging_face import ds_config, engine_of
 
 pytestmark = pytest.mark.long
 

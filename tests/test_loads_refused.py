@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from ds_fsmoe.checkpoint_files import convert, pieces, whole
 from ds_fsmoe.checkpoint_files.manifest import NAME, sum_of
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
 from tests.hurry import hurry
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.small_model import Case, batch
 from tests.test_checkpoint_corners import ADAM, make, train
@@ -242,16 +241,15 @@ def what_is_lost(rank: int, world_size: int, folder: str) -> list[list[str]]:
     engine = make(rank, Case(k=2))
     engine.save_checkpoint(f"{folder}/whole", "tag")
     engine.destroy()
-    heard = Said(logging.WARNING)
-    logging.getLogger("ds_fsmoe").addHandler(heard)
+    listening = heard("WARNING")
     engine = make(rank, Case(stage=1, accumulation=3, k=2))
     kept: dict[str, Any] = {"numbers": np.ones(3), "names": [np.array(["a"])], "day": np.datetime64("2020-01-01")}
     found = []
 
     def saved(**state: Any) -> None:
-        heard.lines.clear()
+        listening.lines.clear()
         engine.save_checkpoint(f"{folder}/partly", "tag", **state)
-        found.append([each for each in heard.lines if "tag" in each])
+        found.append([each for each in listening.lines if "tag" in each])
 
     saved()
     for micro in range(3):

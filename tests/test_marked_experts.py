@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,11 +24,11 @@ from ds_fsmoe.layer import expert_shard
 from ds_fsmoe.layer.parts import LayerError
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.distances import furthest
-from tests.hf_families import batch, model_of
-from tests.logged import Said
+from tests.hf_families import batch, model_of, step
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 DOWN = "model.layers.0.mlp.experts.down_proj"
 EXPERTS = 4
@@ -53,12 +52,6 @@ def whole_of(engine: Any) -> dict[str, torch.Tensor]:
 def furthest_of(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
     assert found.keys() == wanted.keys()
     return max(furthest(found[name], each) for name, each in wanted.items())
-
-
-def step(engine: Any, seed: int) -> None:
-    x = batch(seed, 1)
-    engine.backward(engine(input_ids=x, labels=x).loss)
-    engine.step()
 
 
 # ---- gathered, rank 0 changes
@@ -278,8 +271,7 @@ def allowed(rank: int, folder: str) -> None:
 def statistics(rank: int, world: int) -> None:
     from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-    said = Said(logging.WARNING)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard("WARNING")
     with torch.no_grad():  # a script may begin with inference; where it trains, gradients are recorded all the same
         engine = make(0, 2)
     p = named(engine)[DOWN]

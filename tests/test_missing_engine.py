@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 
 import ds_fsmoe
 from ds_fsmoe.checks import missing_engine
-from tests.logged import Said
+from tests.logged import Said, heard
 from tests.python_path import python_path
 from tests.ranks import run_on_ranks
 from tests.small_model import BATCH, LENGTH, WIDTH, Case, SmallModel
@@ -80,8 +79,7 @@ def warnings_about_blocks(rank: int, said: Said) -> list[list[str]]:
 
 
 def all_warnings(rank: int, world_size: int) -> tuple[dict[str, int], list[list[str]]]:
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard()
     return warnings_of_engines(rank, said), warnings_about_blocks(rank, said)
 
 

@@ -19,10 +19,7 @@ from ds_fsmoe.config.reading import ConfigError, read_block
 IN_BLOCK: list[tuple[dict[str, Any], str]] = [
     ({"shedule": "best"}, "fsmoe.shedule: unknown key; did you mean 'schedule'?"),
     ({"schedule": "lena"}, "fsmoe.schedule = \"lena\": unknown value; did you mean 'lina'?"),
-    (
-        {"schedule": "zzz"},
-        'fsmoe.schedule = "zzz": must be "best", or a system of docs/schedules.md to compare with',
-    ),
+    ({"schedule": "zzz"}, 'fsmoe.schedule = "zzz": must be "best", or a system of docs/schedules.md to compare with'),
     ({"recompute": "yes"}, 'fsmoe.recompute = "yes": must be a boolean, for example false'),
     ({"plugins": "my.gates"}, 'fsmoe.plugins = "my.gates": must be a list, for example ["my_package.my_parts"]'),
     (

@@ -20,9 +20,9 @@ from ds_fsmoe.planning.expert_placement import ExpertPlacement
 from tests.hf_families import batch, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, train_steps
+from tests.sgd_engines import ds_config, engine_of
+from tests.small_model import Case, small_engine, train_steps
 from tests.test_alltoalls import on_nodes
-from tests.test_hugging_face import ds_config, engine_of
 
 
 def adam(stage: int, dtype: str = "float32", accumulation: int = 1, **block: Any) -> dict[str, Any]:
@@ -95,8 +95,6 @@ class Moves(NamedTuple):
     dispatch: str = "padded"
 
     def engine(self, rank: int) -> Any:
-        import ds_fsmoe
-
         config = adam(self.stage, self.dtype, self.accumulation, num_chunks=2)
         if self.model != "stock":
             config["fsmoe"]["ep_size"] = self.ep
@@ -107,10 +105,8 @@ class Moves(NamedTuple):
             return engine_of(model_of(self.model), config)
         drops = self.dispatch != "unpadded"
         case = Case(ep_size=self.ep, stage=self.stage, k=2, drop_tokens=drops, expert="smooth")
-        config = case.ds_config(fsmoe={"enabled": True, "dispatch": self.dispatch}, optimizer=config["optimizer"])
         torch.manual_seed(0)
-        model = SmallModel(case, rank)
-        return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+        return small_engine(case, rank, {"dispatch": self.dispatch}, optimizer=config["optimizer"])
 
     def step(self, engine: Any, rank: int, number: int) -> list[float]:
         if self.model == "stock":

@@ -8,8 +8,7 @@ third of its kind, with gradients of the parameters already there.
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,23 +20,18 @@ pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402
 
-from tests.call_counts import ON_A_GPU, Launches  # noqa: E402
+from tests.call_counts import ON_A_GPU, Launches, num_calls  # noqa: E402
 from tests.hf_families import batch, families, loss_of, model_of, why_not  # noqa: E402
 from tests.live_memory import LiveMemory  # noqa: E402
 from tests.ranks import run_on_ranks  # noqa: E402
 from tests.samples import draw, sampled  # noqa: E402
+from tests.sgd_engines import ds_config  # noqa: E402
 
 BLOCK = {"enabled": True, "autotune": False, "overlap": False}
 
 
 def config_of(ops: str, **block: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_allow_untested_optimizer": True,
-        "fsmoe": BLOCK | {"ops": ops} | block,
-    }
+    return ds_config(0, lr=0.1, **BLOCK | {"ops": ops} | block) | {"steps_per_print": 10**9}
 
 
 def qwen3(dtype: torch.dtype = torch.bfloat16, width: int = 64, hidden: int = 32, experts: int = 16, k: int = 4) -> Any:
@@ -100,22 +94,6 @@ class OurLaunches(Launches):
         return result
 
 
-def calls_of(function: Callable[[], Any]) -> int:
-    number = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal number
-        number += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return number - 1  # of the function itself
-
-
 def numbers_of(block: nn.Module) -> dict[str, int]:
     """Return what the third step of a block takes."""
     x = torch.randn(1, 24, 64, dtype=torch.bfloat16).requires_grad_()
@@ -126,7 +104,7 @@ def numbers_of(block: nn.Module) -> dict[str, int]:
 
     step()
     step()
-    found = {"calls": calls_of(step)}
+    found = {"calls": num_calls(step, ("call",))}
     for name, mode in (("operators", Launches()), ("launches", OurLaunches())):
         with mode:
             step()

@@ -15,18 +15,12 @@ import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
-from tests.hf_families import batch, model_of
+from tests.hf_families import batch, model_of, step
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 EXPERTS = "model.layers.0.mlp.experts"
-
-
-def step(engine: Any, number: int) -> None:
-    x = batch(number, 1)
-    engine.backward(engine(input_ids=x, labels=x).loss)
-    engine.step()
 
 
 def evaluate(engine: Any, number: int) -> Any:

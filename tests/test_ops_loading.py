@@ -27,7 +27,8 @@ from torch.utils import cpp_extension  # noqa: E402
 from ds_fsmoe.ops import load_ops, loading, report  # noqa: E402
 from tests.build_locks import FILE_IS_THE_LOCK, hold_lock  # noqa: E402
 from tests.built_ops import forget_ops  # noqa: E402
-from tests.logged import Said  # noqa: E402
+from tests.fake_clock import FakeClock  # noqa: E402
+from tests.logged import heard  # noqa: E402
 from tests.ranks import PRELOADED, run_on_ranks  # noqa: E402
 from tests.waiting import LIMIT_S, make_older  # noqa: E402
 
@@ -169,21 +170,15 @@ def leave_lock(folder: Path, age_s: float = 0) -> Path:
     return lock
 
 
-class LockClock:
+class LockClock(FakeClock):
     """The functions of the module ``time``; only who sleeps gets older, from the moment that a lock was made."""
 
     def __init__(self, lock: Path, age_s: float) -> None:
-        self.slept_s = 0.0
+        super().__init__()
         self._start_s = lock.stat().st_mtime + age_s
 
     def time(self) -> float:
         return self._start_s + self.slept_s
-
-    def monotonic(self) -> float:
-        return self.slept_s
-
-    def sleep(self, time_s: float) -> None:
-        self.slept_s += time_s
 
 
 @pytest.mark.parametrize(
@@ -314,8 +309,7 @@ def load_often(rank: int, world_size: int, folder: Path) -> None:
     lock = re.escape(str(folder / "locked" / NAME / "lock"))
     with pytest.raises(RuntimeError, match=rf"on rank 1[\s\S]*{lock} is \d+ s old[\s\S]*delete it"):
         load_ops("required", "cpu")
-    listener = Said(logging.WARNING)
-    logging.getLogger("ds_fsmoe").addHandler(listener)
+    listener = heard("WARNING")
     assert [load_ops("auto", "cpu").name for _ in range(2)] == ["plain", "plain"]
     assert len(listener.lines) == (rank == 0)
     assert all("on rank 1, RuntimeError: " in each for each in listener.lines)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import ds_fsmoe
 from ds_fsmoe import MOELayer, registry
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.components.order import OrderBase
@@ -27,7 +26,7 @@ from tests.covering import covering
 from tests.ops_cases import compiled_ops
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.small_model import Case, SmallModel, train_steps
+from tests.small_model import Case, small_engine, train_steps
 
 S, M, H, E = 23, 7, 5, 4
 GATES = registry.known("gate")
@@ -251,12 +250,8 @@ def trained(rank: int, world_size: int, gate: dict[str, Any] | None) -> dict[str
     found = {}
     for ops in ("reference", "required", "auto"):
         torch.manual_seed(rank)
-        case = Case(ep_size=2, stage=1)
-        model = SmallModel(case, rank)
-        block = {"enabled": True, "ops": ops} | ({"gate": gate} if gate else {})
-        config = case.ds_config(fsmoe=block)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-        losses, inner = train_steps(engine, rank, range(3)), model.moes[0].deepspeed_moe
+        engine = small_engine(Case(ep_size=2, stage=1), rank, {"ops": ops} | ({"gate": gate} if gate else {}))
+        losses, inner = train_steps(engine, rank, range(3)), engine.module.moes[0].deepspeed_moe
         found[ops] = losses, {inner.gate.ops.name, inner.fsmoe.order.ops.name, engine.fsmoe.chosen()["ops"]}
         engine.destroy()
     return found

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from tests.hf_families import batch, config_of, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 from tests.test_hugging_face_loading import FORMS, Loading, from_files, saved, values_of
 
 

@@ -21,9 +21,10 @@ from ds_fsmoe.engine import inference
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.planning.lina.popularity import PathProfile
 from ds_fsmoe.telemetry.paths import EVERY, MOST_TOKENS, PathProfiler
-from tests.inference_models import Model, ds_config, engine_of, tokens
+from tests.inference_models import Model, ds_config, tokens
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
+from tests.sgd_engines import engine_of
 
 LAYERS = {"L00": 5, "L01": 7, "L02": 5}
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from ds_fsmoe.checkpoint_files.convert import export_stock, export_tensors, open_checked
 from ds_fsmoe.checkpoint_files.huggingface import read_tensors
@@ -21,7 +20,7 @@ from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import draw
 from tests.small_model import BATCH, LENGTH, WIDTH
-from tests.test_pipeline_stages import Dense, WithExperts
+from tests.test_pipeline_stages import Dense, WithExperts, engine_in_stages
 
 pytestmark = pytest.mark.long
 
@@ -97,9 +96,7 @@ MOVES = [
 
 def make(rank: int, layout: Layout, optimizer: str, kinds: tuple[str, ...], scale: float = 1.0, **options: Any) -> Any:
     import deepspeed
-    from deepspeed.pipe import PipelineModule, TiedLayerSpec
-
-    import ds_fsmoe
+    from deepspeed.pipe import TiedLayerSpec
 
     deepspeed.init_distributed("gloo")
     of_stages = [each for each in kinds if each != "tied"]
@@ -109,24 +106,15 @@ def make(rank: int, layout: Layout, optimizer: str, kinds: tuple[str, ...], scal
         # What is not named as tied has one name on both stages, and a value of its own on each.
         tied = TiedLayerSpec("edge", Dense, 50, tied_weight_attr="linear.weight")
         layers = [tied, *layers, tied]
-    torch.manual_seed(0)
-    options = {"num_stages": 2, "partition_method": "uniform"} | options
-    model = PipelineModule(layers, loss_fn=nn.functional.mse_loss, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": MICRO_BATCHES // layout.ranks,
         "optimizer": OPTIMIZERS[optimizer],
-        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": layout.zero, "reduce_bucket_size": 4096},
-        "steps_per_print": 1_000_000,
-        "fsmoe": {"enabled": True, "autotune": False, "esp_size": layout.esp},
     }
     if layout.dtype == "bf16":
         config["bf16"] = {"enabled": True}
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    block = {"enabled": True, "autotune": False, "esp_size": layout.esp}
+    return engine_in_stages(layers, config, block, scale, **options)
 
 
 def train(engine: Any, rank: int, layout: Layout, first: int, steps: int) -> list[float]:

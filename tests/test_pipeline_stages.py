@@ -15,12 +15,13 @@ from torch import nn
 from ds_fsmoe.files.runs import read_run
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import BATCH, LENGTH, WIDTH
+from tests.small_model import BATCH, LENGTH, WIDTH, scaled
 
 pytestmark = pytest.mark.long
 
 STEPS = 3
 TOLERANCE = 1e-6
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
 CHUNKED = {"enabled": True, "pipeline_degree": {"forward": 2, "backward": 3}}
 MICRO_OPS = {"enabled": True, "schedule": "lina", "gradient_partition": {"chunk_bytes": 900}}
 EARLY = CHUNKED | {"deterministic": True, "autotune": False}
@@ -88,6 +89,30 @@ def batches(replica: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         yield tuple(torch.randn(BATCH, LENGTH, WIDTH, generator=generator) for _ in range(2))
 
 
+def engine_in_stages(
+    layers: list[Any], config: dict[str, Any], block: dict[str, Any] | None, scale: float = 1.0, **how: Any
+) -> Any:
+    """Return an engine of two stages, or as is said otherwise, of layers whose weights are scaled; stock's without a
+    block."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    import ds_fsmoe
+
+    torch.manual_seed(0)
+    how = {"num_stages": 2, "partition_method": "uniform"} | how
+    model = scaled(PipelineModule(layers, loss_fn=nn.functional.mse_loss, **how), scale)
+    whole = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+        **config,
+        **({} if block is None else {"fsmoe": block}),
+    }
+    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
+    return initialize(model=model, model_parameters=list(model.parameters()), config=whole)[0]
+
+
 def make_engine(
     rank: int,
     zero_stage: int,
@@ -99,12 +124,11 @@ def make_engine(
     ep_size: int | None = None,
     shares_weights: bool = False,
     drop_tokens: bool = True,
+    optimizer: dict[str, Any] = SGD,
+    scale: float = 1.0,
 ) -> Any:
     """Stock's without a block."""
-    import deepspeed
-    from deepspeed.pipe import PipelineModule, TiedLayerSpec
-
-    import ds_fsmoe
+    from deepspeed.pipe import TiedLayerSpec
 
     ep_size = 4 // num_stages if ep_size is None else ep_size
     made = [
@@ -115,23 +139,14 @@ def make_engine(
     if shares_weights:
         first, last = (TiedLayerSpec("shared", Shared, forward_fn=each) for each in (None, as_last))
         layers = [first, *layers, last]
-    torch.manual_seed(0)
-    model = PipelineModule(layers, num_stages=num_stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     config = {
-        "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_allow_untested_optimizer": True,
+        "optimizer": optimizer,
         "zero_optimization": {"stage": zero_stage, "reduce_bucket_size": 4096},
         # At stage 0 DeepSpeed's norm leaves the later stages out, and ours does not.
         "gradient_clipping": float(zero_stage) if clipping is None else clipping,
-        "steps_per_print": 1_000_000,
     }
-    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-    engine, *_ = initialize(
-        model=model, model_parameters=list(model.parameters()), config=config | ({"fsmoe": block} if block else {})
-    )
-    return engine
+    return engine_in_stages(layers, config, block, scale, num_stages=num_stages)
 
 
 def train(

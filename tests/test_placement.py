@@ -34,7 +34,7 @@ from tests.placed_models import BALANCED, made, trained
 from tests.ranks import run_on_ranks
 from tests.report_runs import charts_of, without_programs
 from tests.samples import sampled
-from tests.small_model import BATCH, Case, SmallModel, batch
+from tests.small_model import BATCH, Case, batch, small_engine
 from tests.test_moved_experts import everywhere
 
 
@@ -383,15 +383,12 @@ STEPS, EVERY = 12, 2
 
 def train_recorded(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """Some steps in which all tokens but every third choose the experts of the first rank."""
-    import ds_fsmoe
-
     case = Case(ep_size=2, stage=1, k=2, drop_tokens=False)
-    model = SmallModel(case, rank)
-    block = {"enabled": True, "metrics": "detailed", "record": {"dir": f"{folder}/run"}}
+    block = {"metrics": "detailed", "record": {"dir": f"{folder}/run"}}
     block |= {"placement": {"policy": "balanced", "every": EVERY}, "autotune": False}
     monitor = {"enabled": True, "output_path": folder, "job_name": "job"}
-    config = case.ds_config(fsmoe=block, csv_monitor=monitor)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = small_engine(case, rank, block, csv_monitor=monitor)
+    model = engine.module
     tokens = len(batch(0, rank, next(model.parameters()).dtype)[0].flatten(0, -2))
     hot = np.arange(tokens) % 3 > 0
     indices = np.where(hot[:, None, None], [[[0, 1]]], [[[2, 3]]]).repeat(len(engine.fsmoe.layers), axis=1)

@@ -19,7 +19,7 @@ from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.job.recorded_costs import job_from_data
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, batch, small_engine
 
 STEPS = 9
 
@@ -27,23 +27,18 @@ STEPS = 9
 def train(rank: int, world_size: int, folder: str) -> list[Any]:
     """Record two runs, one after the other; return the step that the autotuner of the first one predicted, without and
     with another schedule, and the sizes that it planned for."""
-    import ds_fsmoe
-
     hurry()
     found = []
     tuned = {"autotune": {"enabled": True, "trials": 0, "watch_every": 0}, "num_chunks": {"max": 3}}
     given = {"autotune": {"enabled": False}, "num_chunks": {"forward": 1, "backward": 3}}
     for name, how in (("tuned", tuned), ("given", given)):
         case = Case(2, 0, "fp32", 2, 2, drop_tokens=name != "tuned")
-        model = SmallModel(case, rank)
         block = {
-            "enabled": True,
             "record": {"dir": f"{folder}/{name}"},
             "trace": {"enabled": True, "start_step": STEPS - 4, "num_steps": 2},
             "routing": {"record": f"{folder}/{name}/routing"},
         }
-        config = case.ds_config(fsmoe=block | how)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine = small_engine(case, rank, block | how)
         for step in range(STEPS):
             for micro in range(2):
                 torch.manual_seed(100 * step + micro)  # the gate samples

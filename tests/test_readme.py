@@ -87,10 +87,7 @@ def test_every_path_of_the_tree_exists() -> None:
             {"schedule": "tutel", "num_chunks": {"forward": 2, "backward": 3}},
             "fsmoe.num_chunks = 2 forward and 3 backward: must be equal with fsmoe.schedule = ",
         ),
-        (
-            {"autotune": {"enabled": False, "retune_on_drift": True}},
-            "fsmoe.autotune.retune_on_drift = true: ",
-        ),
+        ({"autotune": {"enabled": False, "retune_on_drift": True}}, "fsmoe.autotune.retune_on_drift = true: "),
     ],
 )
 def test_an_error_reads_as_the_docs_show_it(block: dict, shown: str) -> None:

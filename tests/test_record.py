@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import sys
 from contextlib import suppress
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import ds_fsmoe
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.files.runs import RUN, STEPS, NoRunError, Run, check_run_folder, clear_run, read_run
 from ds_fsmoe.files.traces import read_trace
@@ -25,16 +23,10 @@ from ds_fsmoe.offline.report.comparison import losses_of, pair, times_of
 from ds_fsmoe.offline.report.critical_path import BETWEEN, phases
 from ds_fsmoe.routes.written import parts_of
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel, batch, train_steps
+from tests.small_model import Case, batch, small_engine, train_steps
 
 NUM_STEPS = 8
 NAMES = ("stock", "ours")
-
-
-def start(case: Case, rank: int, block: dict[str, Any], **config: Any) -> Any:
-    model = SmallModel(case, rank)
-    config = case.ds_config(fsmoe={"enabled": True} | block, **config)
-    return ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
 
 
 def train(rank: int, folder: str, name: str) -> tuple[list[float], str, int]:
@@ -46,7 +38,7 @@ def train(rank: int, folder: str, name: str) -> tuple[list[float], str, int]:
         "trace": {"enabled": True, "start_step": NUM_STEPS - 3, "num_steps": 2},
         "pipeline_degree": {"forward": 2, "backward": 2},
     }
-    engine = start(Case(2, 1, "fp32", 2, 2), rank, block)
+    engine = small_engine(Case(2, 1, "fp32", 2, 2), rank, block)
     losses: list[float] = []
     with suppress(SystemExit):
         for step in range(NUM_STEPS + 5):
@@ -172,7 +164,7 @@ def resume(rank: int, world_size: int, folder: str) -> tuple[list[int], list[int
     """Steps recorded and traced by a run that begins at step 100, and fails. Rank 0 alone has a monitor."""
     block = {"record": {"dir": folder}, "trace": {"enabled": True, "start_step": 101, "num_steps": 2}}
     monitor = {"enabled": rank == 0, "output_path": folder, "job_name": "job"}
-    engine = start(Case(2), rank, block | {"metrics_every": 1}, csv_monitor=monitor)
+    engine = small_engine(Case(2), rank, block | {"metrics_every": 1}, csv_monitor=monitor)
     engine.global_steps = 100  # as a checkpoint would have it
     for step in range(5):
         loss, _ = engine(*batch(step, rank, torch.float32))
@@ -196,16 +188,6 @@ def test_a_run_that_was_resumed_and_failed_is_counted_from_its_own_first_step(tm
     assert (tmp_path / "run" / "job" / "fsmoe_expert_tokens_mean.csv").exists()
 
 
-def test_losses_that_are_not_finite_are_told(tmp_path: Path) -> None:
-    one, other = Run(tmp_path), Run(tmp_path)
-    one.steps = [{"step": n, "loss": 2.0} for n in range(1, 6)]
-    other.steps = [{"step": n, "loss": 2.0 if n < 4 else float("nan")} for n in range(1, 6)]
-    found = losses_of(one, other)
-    assert found.largest_difference == math.inf
-    assert found.not_finite_from == (None, 4)
-    assert losses_of(other, other).largest_difference == 0
-
-
 # ---- folders
 
 
@@ -214,7 +196,7 @@ MINE = {"cluster.json": '{"mine": 1}', "plans.json": '{"mine": 2}', "trace/mine.
 
 def refusal_of(rank: int, **block: Any) -> str:
     try:
-        start(Case(2, 1), rank, block)
+        small_engine(Case(2, 1), rank, block)
     except ConfigError as error:
         return str(error)
     return ""
@@ -265,7 +247,7 @@ def held_and_forked(rank: int, world_size: int, folder: str) -> list[Any]:
         run = Path(folder, str(enabled))
         trace, routing = {"enabled": True, "start_step": 0, "num_steps": 9}, {"record": str(run)} if enabled else {}
         block = {"enabled": enabled, "autotune": False, "record": {"dir": str(run)}, "routing": routing, "trace": trace}
-        engine = start(Case(1, 1), rank, block)
+        engine = small_engine(Case(1, 1), rank, block)
         train_steps(engine, rank, range(2))
         child = os.fork()
         if not child:

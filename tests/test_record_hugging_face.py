@@ -16,7 +16,7 @@ from ds_fsmoe.files.traces import read_trace
 from tests.hf_families import NUM_EXPERTS, batch, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import draw
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 # Family, stage of ZeRO, and whether its activations are checkpointed.
 WATCHED = [("mixtral", 2, False), ("qwen3_moe", 3, False), ("olmoe", 2, True), ("olmoe", 3, True)]

@@ -16,7 +16,6 @@ pytest.importorskip("transformers")
 import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
-from torch import nn
 
 from ds_fsmoe.config.reading import ConfigError
 from ds_fsmoe.layer.replay import ReplayError
@@ -25,9 +24,9 @@ from tests import hf_families
 from tests.hf_families import NUM_CHOICES, NUM_EXPERTS, batch, families, loss_of, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
+from tests.sgd_engines import ds_config, engine_of
 from tests.small_model import Case, SmallModel
 from tests.small_model import batch as small_batch
-from tests.test_hugging_face import ds_config, engine_of
 
 STEPS, LENGTH, K, LAYERS, EXPERTS = 2, 16, 2, 2, 4
 KINDS = ("none", "reentrant", "saved", "deepspeed")
@@ -75,11 +74,9 @@ def num_tokens(model: str, rank: int) -> int:
     return 21 if model == "stock" else (1 + rank) * (LENGTH - 3 * rank)
 
 
-def train(made: Any, rank: int, steps: int = STEPS, before: Any = None) -> list[float]:
+def train(made: Any, rank: int, steps: int = STEPS) -> list[float]:
     losses = []
     for number in range(steps * made.gradient_accumulation_steps()):
-        if before is not None:
-            before(number)
         loss = forward(made, number, rank)
         made.backward(loss)
         made.step()
@@ -200,9 +197,7 @@ def all_layers(rank: int) -> None:
     """A model whose first layer has no experts, with choices of all its layers, as sampling engines return them."""
     config = hf_families.config_of("qwen3_moe")
     config.mlp_only_layers, config.num_hidden_layers = [0], 3
-    torch.manual_seed(0)
-    model = hf_families._class_of("qwen3_moe", config)(config).float()
-    made = engine_of(model, ds_config(0, ep_size=2))
+    made = engine_of(model_of("qwen3_moe", config=config), ds_config(0, ep_size=2))
     choices = some_choice(3, num_tokens("qwen3_moe", rank), 3)
     choices[:, 0] = 0
     found = []
@@ -349,14 +344,7 @@ def grouped(family: str) -> Any:
     config.n_group, config.topk_group = 2, 1
     if family == "deepseek_v2":
         config.topk_method = "group_limited_greedy"
-    torch.manual_seed(0)
-    model = hf_families._class_of(family, config)(config).float()
-    with torch.no_grad():
-        for each in model.parameters():
-            if each.dim() > 1:
-                nn.init.normal_(each, std=0.1)
-    model.set_experts_implementation("eager")
-    return engine_of(model, ds_config(0))
+    return engine_of(model_of(family, config=config), ds_config(0))
 
 
 def weighs(family: str, is_grouped: bool) -> None:

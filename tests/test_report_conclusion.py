@@ -10,16 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
 from ds_fsmoe.planning.schedule import Lane, Task
-from tests.report_runs import charts_of, record, without_programs
-
-
-def page_of(folder: Path) -> str:
-    assert main(["report", str(folder)]) == 0
-    return (folder / "report.html").read_text()
+from tests.report_runs import charts_of, page_of, record, without_programs
 
 
 def section(page: str, name: str) -> str:

@@ -16,16 +16,10 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.cli import main
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
-from tests.report_runs import TASKS, charts_of, record, record_both, without_programs
+from tests.report_runs import TASKS, charts_of, page_of, record, record_both, without_programs
 from tests.samples import sampled
-
-
-def page_of(folder: Path) -> str:
-    assert main(["report", str(folder)]) == 0
-    return (folder / "report.html").read_text()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests import test_checkpoint_corners as corners
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, SmallModel, batch, scaled, small_engine
 
 BEFORE, AFTER = 3, 2
 ENABLED = {"enabled": True}
@@ -49,24 +49,13 @@ class WithDropout(nn.Module):
 
 
 def make(rank: int, run: Run, who: str = "ours", scale: float = 1.0) -> Any:
-    import deepspeed
-
-    import ds_fsmoe
-
     torch.manual_seed(rank)
     model = SmallModel(run.case, rank)
     if run.draws:
         model.first = WithDropout(model.first)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
     blocks: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 0.02, "torch_adam": True}}}
     blocks["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 20}}
-    initialize = deepspeed.initialize
-    if who == "ours":
-        initialize, blocks["fsmoe"] = ds_fsmoe.initialize, run.block
-    config = run.case.ds_config(**blocks)
-    return initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    return small_engine(run.case, rank, run.block if who == "ours" else None, scaled(model, scale), **blocks)
 
 
 def train(engine: Any, rank: int, run: Run, first: int, steps: int) -> list[float]:

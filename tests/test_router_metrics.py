@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-import ds_fsmoe
 from ds_fsmoe.components.routing import Routing
 from ds_fsmoe.observing.instruments import LayerCall
 from ds_fsmoe.registry import lookup
 from ds_fsmoe.telemetry.routers import RouterMetrics
 from tests.ranks import run_on_ranks
-from tests.small_model import BATCH, NUM_EXPERTS, Case, SmallModel, batch
+from tests.small_model import BATCH, NUM_EXPERTS, Case, batch, small_engine
 
 STEPS, ACCUMULATION = 4, 2
 
@@ -24,11 +23,9 @@ STEPS, ACCUMULATION = 4, 2
 def train(rank: int, folder: str, metrics: str) -> dict[str, Any]:
     """Some steps with an evaluation between; what each layer said of each micro batch of each step."""
     case = Case(2, 0, "fp32", ACCUMULATION, 3)
-    model = SmallModel(case, rank)
     monitor = {"enabled": True, "output_path": folder, "job_name": metrics}
-    block = {"enabled": True, "metrics": metrics, "metrics_every": 2, "gate": {"type": "topk", "capacity_factor": 0.5}}
-    config = case.ds_config(fsmoe=block, csv_monitor=monitor)
-    engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    block = {"metrics": metrics, "metrics_every": 2, "gate": {"type": "topk", "capacity_factor": 0.5}}
+    engine = small_engine(case, rank, block, csv_monitor=monitor)
     said: dict[str, Any] = {"counts": [], "aux": [], "kept": []}
     kept: list[int] = []
     for layer in engine.fsmoe.layers.values():
@@ -57,7 +54,9 @@ def train(rank: int, folder: str, metrics: str) -> dict[str, Any]:
         engine.train()
     said["listens"] = engine.fsmoe.telemetry.routers is not None
     said["bytes"] = engine.fsmoe.reduction.bytes_of_plan()
-    said["dense bytes"] = sum(4 * each.numel() for name, each in model.named_parameters() if "experts" not in name)
+    said["dense bytes"] = sum(
+        4 * each.numel() for name, each in engine.module.named_parameters() if "experts" not in name
+    )
     engine.destroy()
     return said
 

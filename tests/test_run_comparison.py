@@ -79,6 +79,7 @@ def test_losses_are_apart_by_the_largest_relative_difference_of_the_steps_that_b
     found = losses_of(one, broken)
     assert found is not None
     assert (found.largest_difference, found.at_step, found.not_finite_from) == (math.inf, 2, (None, 2))
+    assert losses_of(broken, broken).largest_difference == 0
     assert losses_of(one, record(tmp_path / "none", "best", [QUIET])) is None
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from ds_fsmoe.planning.phase_plan import PhasePlan
 from tests.covering import covering
 from tests.layer_runs import token_path
 from tests.live_memory import LiveMemory
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
@@ -205,8 +204,7 @@ def said_by_an_engine(rank: int, world_size: int, block: dict[str, Any]) -> tupl
     """What is logged about it in two steps, and the bytes that the calls of the first step have given away."""
     import ds_fsmoe
 
-    log = Said()
-    logging.getLogger("ds_fsmoe").addHandler(log)
+    log = heard()
     case = Case(1, 0, "fp32", 1, 2, True, expert="gpt")
     engine, *_ = ds_fsmoe.initialize(model=SmallModel(case, 0), config=case.ds_config(fsmoe={"enabled": True, **block}))
     kept, release = [], ExpertCall.release

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 from tests.hf_families import batch, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config
+from tests.sgd_engines import ds_config
 
 ONE_CYCLE = {
     "type": "OneCycle",

@@ -19,10 +19,10 @@ from torch.nn.utils.clip_grad import clip_grad_norm_ as of_module
 pytest.importorskip("transformers")
 
 from tests.distances import furthest
-from tests.hf_families import batch, model_of
+from tests.hf_families import backward, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 NORM_TYPES = (2.0, 1, float("inf"), 3.5, 0)
 EVERYTHING = "everything"
@@ -40,11 +40,6 @@ def with_large_experts() -> nn.Module:
         for name, each in model.named_parameters():
             each.mul_(4 if ".experts." in name else 1)
     return model
-
-
-def backward(engine: Any, seed: int, rank: int, world_size: int) -> None:
-    x = batch(seed, world_size)[rank : rank + 1]
-    engine.backward(engine(input_ids=x, labels=x).loss)
 
 
 def chosen(engine: Any, choice: str) -> list[nn.Parameter]:

@@ -15,7 +15,16 @@ from torch import nn
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.samples import sampled
-from tests.small_model import EXPERT_WIDTH, EXPERTS, NUM_EXPERTS, WIDTH, Case, SmallModel, batch, train_steps
+from tests.small_model import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    NUM_EXPERTS,
+    WIDTH,
+    Case,
+    batch,
+    small_engine,
+    train_steps,
+)
 from tests.tensor_parallel import SplitFeedForward, begin, degrees
 
 
@@ -164,21 +173,16 @@ SIZES = {"data_parallel_size": 1, "sequence_parallel_size": 2}
 def train_by_deepspeeds(rank: int, world_size: int) -> dict[str, Any]:
     import deepspeed
 
-    import ds_fsmoe
-
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {}
     for stage in (0, 1):
         case = Case(2, stage, "fp32", 1, 2, False, moe_options=(("top2_2nd_expert_sampling", False),))
         for system in ("stock", "ours"):
-            model = SmallModel(case, rank)
-            make = deepspeed.initialize if system == "stock" else ds_fsmoe.initialize
-            block = {} if system == "stock" else {"fsmoe": {"enabled": True, "schedule": "fsmoe"}}
-            config = case.ds_config(**SIZES, **block, train_batch_size=3)
-            engine, *_ = make(model=model, model_parameters=list(model.parameters()), config=config)
+            block = None if system == "stock" else {"schedule": "fsmoe"}
+            engine = small_engine(case, rank, block, **SIZES, train_batch_size=3)
             assert engine.sequence_parallel_size == 2
             losses = train_steps(engine, rank, range(3))
-            weights = {name: each.detach().clone() for name, each in model.named_parameters()}
+            weights = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
             found[f"{stage} {system}"] = losses, weights
             engine.destroy()
     return found

@@ -41,7 +41,7 @@ from tests.covering import covering
 from tests.fake_clock import FakeClock
 from tests.lane_cases import CPU, NEEDS_GPU
 from tests.ranks import run_on_ranks
-from tests.small_model import NUM_EXPERTS, Case, SmallModel, batch
+from tests.small_model import NUM_EXPERTS, Case, batch, small_engine
 from tests.small_model import WIDTH as MODEL_WIDTH
 from tests.trace_cases import assert_no_overlap, assert_valid, events_of, make_tracer, row_names, written
 
@@ -429,22 +429,16 @@ capacities = Capacities()
 
 
 def train_with_predictions(rank: int, world_size: int, folder: str, cluster: str) -> list[dict[str, list[int]]]:
-    import ds_fsmoe
-
     capacities.seen.clear()
     case = Case(2, 1, "fp32", 1, 2, True, moe_options=(("top2_2nd_expert_sampling", False),), expert="gpt")
-    model = SmallModel(case, rank)
     block = {
-        "enabled": True,
         "schedule": "fsmoe",
         "pipeline_degree": {"forward": 3, "backward": 2},
         "gradient_partition": {"mode": "off"},
         "hooks": ["tests.test_step_times.capacities"],
         "trace": {"enabled": True, "start_step": 1, "num_steps": 2, "path": folder, "cluster": cluster},
     }
-    engine, *_ = ds_fsmoe.initialize(
-        model=model, model_parameters=list(model.parameters()), config=case.ds_config(fsmoe=block)
-    )
+    engine = small_engine(case, rank, block)
     for step in range(4):
         loss, _ = engine(*batch(step, rank, torch.float32))
         engine.backward(loss)

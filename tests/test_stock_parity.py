@@ -11,7 +11,7 @@ import torch
 from tests.covering import covering
 from tests.ranks import run_on_ranks
 from tests.samples import draw, sampled
-from tests.small_model import Case, SmallModel, batch
+from tests.small_model import Case, batch, small_engine
 
 STEPS = 2
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # (ranks, ep_size)
@@ -56,12 +56,11 @@ ALL_USED: list[Bits] = [
 """Every parameter is known to be used, so that there is no second copy of gradients."""
 
 
-def train(case: Case, rank: int, initialize: Any, block: dict | None) -> dict[str, list[torch.Tensor]]:
+def train(case: Case, rank: int, block: dict | None) -> dict[str, list[torch.Tensor]]:
     """What one run computed: every number that a user could look at, by name."""
     torch.manual_seed(0)
-    model = SmallModel(case, rank)
-    blocks = {} if block is None else {"fsmoe": block}
-    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))
+    engine = small_engine(case, rank, block)
+    model = engine.module
     seen: dict[str, list[torch.Tensor]] = {"losses": [], "outputs": [], "input gradients": [], "norms": []}
     for name, parameter in model.named_parameters():
         gradients = seen.setdefault(f"gradient of {name}", [])
@@ -103,20 +102,16 @@ def differences(
 
 
 def compare_with_stock(rank: int, world_size: int, cases: list[Bits]) -> None:
-    import deepspeed
-
-    import ds_fsmoe
-
     for case, block in cases:
-        stocks = train(case, rank, deepspeed.initialize, None)
-        ours = train(case, rank, ds_fsmoe.initialize, block)
+        stocks = train(case, rank, None)
+        ours = train(case, rank, block)
         if case.stage == 0:
             # Where DeepSpeed's norm leaves experts out; ours is held against the truth in test_gradient_norm.
             ours["norms"] = stocks["norms"]
         assert differences(ours, stocks) == [], case
         if not case.drop_tokens and case.dtype == "fp32":
             # Rows meet in other products than slots do, so the last bits may differ.
-            rows = train(case, rank, ds_fsmoe.initialize, block | {"dispatch": "auto"})
+            rows = train(case, rank, block | {"dispatch": "auto"})
             rows["norms"] = ours["norms"]
             assert differences(rows, stocks, 1e-3) == [], case
         assert len(stocks["losses"]) == STEPS * case.accumulation

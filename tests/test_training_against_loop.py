@@ -13,23 +13,19 @@ from tests.covering import covering
 from tests.ranks import run_on_ranks
 from tests.reference import LayerSettings, moe_layer
 from tests.samples import sampled
-from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch, train_steps
+from tests.small_model import NUM_EXPERTS, WIDTH, Case, SmallModel, batch, small_engine, train_steps
 
 LEARNING_RATE, STEPS = 0.5, 3
 
 
 def train_with_deepspeed(rank: int, world_size: int, cases: list[Case]) -> list[tuple[list[float], dict]]:
     """Losses and final parameters (by global name) of our layer under DeepSpeed, fp32."""
-    import ds_fsmoe
-
     results = []
     for case in cases:
-        model = SmallModel(case, rank)
-        config = case.ds_config(fsmoe={"enabled": True}, gradient_clipping=0.0)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine = small_engine(case, rank, {}, gradient_clipping=0.0)
         losses = train_steps(engine, rank, range(STEPS * case.accumulation))
         first_expert = rank % case.ep_size * (NUM_EXPERTS // case.ep_size)
-        parameters = {global_name(n, first_expert): p.detach().clone() for n, p in model.named_parameters()}
+        parameters = {global_name(n, first_expert): p.detach().clone() for n, p in engine.module.named_parameters()}
         results.append((losses, parameters))
         engine.destroy()
     return results

@@ -5,7 +5,6 @@ is said to be gained is the gain of the plan that stays, over DeepSpeed's schedu
 from __future__ import annotations
 
 import itertools
-import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,10 +22,10 @@ from ds_fsmoe.tuning.trial_rounds import TrialRounds
 from ds_fsmoe.tuning.trials import Trials
 from ds_fsmoe.tuning.tuned_model import Candidate
 from tests.hurry import hurry
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, batch, train_steps
+from tests.small_model import Case, batch, small_engine, train_steps
 
 CASE = Case(2, 0, "fp32", 1, 2, True, expert="gpt")
 STEPS = 84
@@ -154,17 +153,9 @@ def test_the_fastest_phases_are_found_apart_from_the_fastest_step_though_one_was
 
 
 def train(rank: int, world_size: int, block: dict[str, Any] | None, accumulation: int) -> dict[str, Any]:
-    import deepspeed
-
-    import ds_fsmoe
-
     hurry()
     torch.manual_seed(0)
-    case = replace(CASE, accumulation=accumulation)
-    model = SmallModel(case, rank)
-    config = case.ds_config() if block is None else case.ds_config(fsmoe={"enabled": True} | block)
-    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    engine = small_engine(replace(CASE, accumulation=accumulation), rank, block)
     losses, degrees, windows, settled = [], [], [], []
     for step in range(STEPS * accumulation):
         torch.manual_seed(100 * step + rank)
@@ -242,16 +233,11 @@ def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: in
 
 def untried(rank: int, world_size: int) -> None:
     """Gradients are sent by rule without the autotuner, and as it has planned where it tries no plan."""
-    import ds_fsmoe
-
     hurry()
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard()
     for autotune in (False, {"enabled": True, "trials": 0}):
-        model, windows = SmallModel(CASE, rank), []
-        block = {"enabled": True, "autotune": autotune, "gradient_partition": {"mode": "adaptive", "solver": "de"}}
-        config = CASE.ds_config(fsmoe=block)
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        block = {"autotune": autotune, "gradient_partition": {"mode": "adaptive", "solver": "de"}}
+        engine, windows = small_engine(CASE, rank, block), []
         for step in range(6):
             train_steps(engine, rank, [step])
             windows.append(foreseen_and_sent(engine.fsmoe.reduction))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -79,18 +81,10 @@ def test_each_recipe_has_a_script_a_command_and_its_output() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Has the page's config and scripts, a small model under the name of the large one, and data."""
     pytest.importorskip("trl")
-    from transformers import AutoModelForCausalLM, ByT5Tokenizer, Qwen3MoeConfig
-
     folder = tmp_path_factory.mktemp("recipes")
     (name,) = {found for each in RECIPES.values() for found in re.findall(r'"(Qwen/[^"]+)"', each)}
-    torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer(extra_ids=0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    words = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "eos_token_id": 1}
-    config = Qwen3MoeConfig(**sizes, **heads, **words, num_experts=8, num_experts_per_tok=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
-    tokenizer.save_pretrained(folder / name)
+    make = [sys.executable, ROOT / "examples" / "hf" / "make_model.py", folder / name, "--family", "qwen3_moe"]
+    subprocess.run(make, check=True, timeout=600)
     texts = [each[:180] for each in topics.values() if len(each) > 180][:64]
     for file, rows in {
         "texts.jsonl": [{"text": each} for each in texts],

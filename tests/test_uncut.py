@@ -3,20 +3,21 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ds_fsmoe import LinearGate, MOELayer, SimpleOrder
 from tests.hurry import hurry
-from tests.logged import Said
 from tests.ranks import run_on_ranks
-from tests.small_model import WIDTH, Case, SmallModel, batch
+from tests.small_model import WIDTH, Case, SmallModel
+from tests.test_containers import Change, alike, trained
 
+CASE = Case(ep_size=2, stage=0, k=2)
 CUT = {"pipeline_degree": {"forward": 2, "backward": 3}, "debug": {"check_every": 1}}
 
 
@@ -80,62 +81,35 @@ STAY_CUT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def trained(rank: int, block: dict | None, behind: Callable[[], nn.Module], ranks: tuple = (0, 1), late: bool = False):
-    """Losses and all that is trained or kept; sentences; the degrees of both layers."""
-    import deepspeed
+def behind_experts(behind: Callable[[], nn.Module], ranks: tuple[int, ...] = (0, 1)) -> Change:
+    """What puts a module behind each expert of a layer on these ranks."""
 
-    import ds_fsmoe
-
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
-    case = Case(ep_size=2, stage=0, k=2)
-    model = SmallModel(case, rank)
-    experts = model.moes[1].deepspeed_moe.experts.deepspeed_experts
-
-    def change() -> None:
+    def change(model: SmallModel, layer: nn.Module, seen: list) -> None:
+        experts = layer.experts.deepspeed_experts
         for index in range(len(experts)):
-            experts[index] = Around(experts[index], behind() if rank in ranks else nn.Identity())
+            experts[index] = Around(experts[index], behind() if dist.get_rank() in ranks else nn.Identity())
             for parameter in experts[index].parameters():
                 parameter.allreduce, parameter.group_name = False, "ep_size_2"
 
-    if not late:
-        change()
-    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-    config = case.ds_config(**({} if block is None else {"fsmoe": {"enabled": True, **block}}))
-    engine, *_ = initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    if late:
-        change()
-    torch.manual_seed(rank)
-    found = []
-    for step in range(3):
-        loss, _ = engine(*batch(step, rank, torch.float32))
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.detach())
-    engine.eval()
-    with torch.no_grad():
-        found.append(engine(*batch(7, rank, torch.float32))[0])
-    found += [each.detach().float().clone() for each in (*model.parameters(), *model.buffers())]
-    degrees = []
-    if block is not None:
-        pipelines = [each.deepspeed_moe.pipeline for each in model.moes]
-        degrees = [(each.forward.block.degree, each.backward.block.degree) for each in pipelines]
-    engine.destroy()
-    logging.getLogger("ds_fsmoe").removeHandler(said)
-    return found, [each for each in said.lines if "in one chunk (" in each or "in one chunk: " in each], degrees
+    return change
+
+
+def one_chunk(said: list[str]) -> list[str]:
+    """The sentences about layers that are not cut."""
+    return [each for each in said if "in one chunk (" in each or "in one chunk: " in each]
 
 
 def compared(rank: int, names: list[str]) -> list[str]:
     wrong = []
     for number, what in enumerate(names):
-        behind = (UNCUT | STAY_CUT)[what]
+        change = behind_experts((UNCUT | STAY_CUT)[what])
         block = CUT | {"recompute": number % 2 == 1}
-        seen, said, degrees = trained(rank, block, behind)
-        pairs = zip(seen, trained(rank, None, behind)[0], strict=True)
-        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs):
+        seen, lines, degrees = trained(rank, block, change, True, CASE)
+        if not alike(seen, trained(rank, None, change, True, CASE)[0], rtol=1e-4):
             wrong.append(f"{what}, {block}: other numbers")
         if degrees != [(2, 3), (1, 1) if what in UNCUT else (2, 3)]:
             wrong.append(f"{what}, {block}: {degrees}")
+        said = one_chunk(lines)
         if rank == 0 and [what in each and "moes.1 runs" in each for each in said] != [True] * (what in UNCUT):
             wrong.append(f"{what}, {block}: {said}")
     return wrong
@@ -146,8 +120,8 @@ def alone(rank: int) -> list[tuple[list[tuple[int, int]], int]]:
     found = []
     by_class, by_trial = lambda: nn.Dropout(0.3), lambda: Function(functional_dropout)
     for behind, on_rank, late in ((by_class, 1, False), (by_trial, 0, False), (by_class, 1, True)):
-        _, said, degrees = trained(rank, CUT, behind, (on_rank,), late)
-        found.append((degrees, len(said)))
+        _, said, degrees = trained(rank, CUT, behind_experts(behind, (on_rank,)), not late, CASE)
+        found.append((degrees, len(one_chunk(said))))
     return found
 
 
@@ -165,8 +139,9 @@ def test_experts_that_differ_in_chunks_are_not_cut_on_any_rank_and_others_are(tm
 def tuned(rank: int, world_size: int) -> tuple[list[tuple[int, int]], list[bool]]:
     hurry()
     block = CUT | {"autotune": {"enabled": True, "trials": 0}}
-    _, said, degrees = trained(rank, block, lambda: Function(functional_dropout), (1,), late=True)
-    return degrees, ["in one chunk: expert 0: expert Around draws" in line for line in said]
+    change = behind_experts(lambda: Function(functional_dropout), (1,))
+    _, said, degrees = trained(rank, block, change, False, CASE)
+    return degrees, ["in one chunk: expert 0: expert Around draws" in line for line in one_chunk(said)]
 
 
 @pytest.mark.long

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 import torch.distributed as dist
 
 from ds_fsmoe.distributed.groups import make_groups
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.small_model import Case, SmallModel, train_steps
+from tests.small_model import Case, small_engine, train_steps
 
 
 def start_on(rank: int, world_size: int, hosts: str, ep_size: int, esp_size: int, block: dict) -> tuple:
@@ -22,14 +21,11 @@ def start_on(rank: int, world_size: int, hosts: str, ep_size: int, esp_size: int
     import ds_fsmoe
 
     socket.gethostname = lambda: f"node{hosts[rank]}"
-    case = Case(ep_size, 0, "fp32", 1, 1, True, expert="gpt")
-    model, error, said, made = SmallModel(case, rank), "", Said(logging.WARNING), []
-    config = case.ds_config(fsmoe={"enabled": True, "esp_size": esp_size} | block)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    error, said, made = "", heard("WARNING"), []
     make = dist.new_group
     dist.new_group = lambda ranks=None, *args, **kwargs: made.append(list(ranks)) or make(ranks, *args, **kwargs)
     try:
-        engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+        engine = small_engine(Case(ep_size, expert="gpt"), rank, {"esp_size": esp_size} | block)
         train_steps(engine, rank, range(1))
         engine.destroy()
     except ds_fsmoe.ConfigError as caught:

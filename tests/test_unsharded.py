@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.moe.layer import MoE
@@ -17,12 +16,11 @@ from torch import nn
 import ds_fsmoe
 from ds_fsmoe.components.experts.gpt import GPTFeedForward
 from ds_fsmoe.distributed.agreement import DisagreementError
-from ds_fsmoe.log import logger
 from tests.hurry import hurry
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 from tests.samples import draw
-from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, train_steps
+from tests.small_model import EXPERTS, WIDTH, Case, SmallModel, small_engine, train_steps
 
 STEPS = 2
 CASE = Case(2, 1, "fp32", 1, 2, moe_options=(("top2_2nd_expert_sampling", False),), expert="gpt")
@@ -54,13 +52,6 @@ def drawn(rank: int, case: Case) -> SmallModel:
     return model
 
 
-def begin(model: SmallModel, block: dict[str, Any] | None, case: Case = CASE, **blocks: Any) -> Any:
-    """An engine; stock's without a block."""
-    blocks |= {} if block is None else {"fsmoe": {"enabled": True} | block}
-    initialize = deepspeed.initialize if block is None else ds_fsmoe.initialize
-    return initialize(model=model, model_parameters=list(model.parameters()), config=case.ds_config(**blocks))[0]
-
-
 def train(rank: int, engine: Any) -> list[float]:
     losses = train_steps(engine, rank, range(STEPS))
     engine.destroy()
@@ -72,25 +63,25 @@ Losses = tuple[list[float], list[float]]
 
 
 def from_stocks_checkpoint(rank: int, folder: str) -> Losses:
-    stock = begin(drawn(rank, CASE), None)
+    stock = small_engine(CASE, rank, None, drawn(rank, CASE))
     stock.save_checkpoint(folder, "stock")
-    cut = begin(drawn(rank + 9, CASE), CUT)
+    cut = small_engine(CASE, rank, CUT, drawn(rank + 9, CASE))
     assert cut.load_checkpoint(folder, "stock", load_module_only=True)[0] is not None
     return train(rank, stock), train(rank, cut)
 
 
 def in_both(make: Callable[..., SmallModel], case: Case = CASE, **of_ours: Any) -> Callable[[int, str], Losses]:
     def losses(rank: int, folder: str) -> Losses:
-        ours = begin(make(rank, case, **of_ours), CUT, case)
-        return train(rank, begin(make(rank, case), None, case)), train(rank, ours)
+        ours = small_engine(case, rank, CUT, make(rank, case, **of_ours))
+        return train(rank, small_engine(case, rank, None, make(rank, case))), train(rank, ours)
 
     return losses
 
 
 def neighbours_share_data(rank: int, folder: str) -> Losses:
     """In this order of the ranks DeepSpeed's rule is another, and its numbers are the same."""
-    stock = train(rank, begin(SmallModel(CASE, rank), None))
-    return stock, train(rank, begin(SmallModel(CASE, rank // 2), CUT, **NEIGHBOURS))
+    stock = train(rank, small_engine(CASE, rank))
+    return stock, train(rank, small_engine(CASE, rank // 2, CUT, **NEIGHBOURS))
 
 
 WAYS: dict[str, Callable[[int, str], Losses]] = {
@@ -104,8 +95,7 @@ WAYS: dict[str, Callable[[int, str], Losses]] = {
 
 def train_in_both(rank: int, world_size: int, folder: str, ways: list[str]) -> None:
     hurry()
-    listening = Said()
-    logger.addHandler(listening)
+    listening = heard()
     for way in ways:
         stocks, ours = WAYS[way](rank, folder)
         assert ours == pytest.approx(stocks, rel=2e-2 if "bf16" in way else 2e-6), way
@@ -128,7 +118,7 @@ def look(rank: int, world_size: int) -> None:
     model = SmallModel(marked, rank)
     for index in range(2):
         expert_of(model, 0, index).mark.fill_(2 * (rank % 2) + index)
-    engine = begin(model, CUT, marked)
+    engine = small_engine(marked, rank, CUT, model)
     for index in range(2):  # buffers go with their experts
         assert expert_of(engine.module, 0, index).mark.tolist() == [2.0 * (rank // 2) + index] * 3
     kept = {name: each.clone() for name, each in engine.module.state_dict().items()}
@@ -139,21 +129,20 @@ def look(rank: int, world_size: int) -> None:
     engine.module.load_state_dict(kept)
     engine.destroy()
 
-    listening = Said()
-    logger.addHandler(listening)
-    begin(SmallModel(CASE, rank // 2), CUT).destroy()
+    listening = heard()
+    small_engine(CASE, rank // 2, CUT).destroy()
     warned = [each.partition(":")[0] for each in listening.lines if WRONG_RULE in each]
     assert warned == (["moes.0", "moes.1"] if rank == 0 else [])
 
     model = SmallModel(CASE, rank)
     expert_of(model, 1, 1).requires_grad_(rank % 2 == 1)
     with pytest.raises(DisagreementError, match=r"moes\.1: frozen parameters of expert 1"):
-        begin(model, CUT)
+        small_engine(CASE, rank, CUT, model)
     model = SmallModel(marked, rank)
     if rank == 3:
         expert_of(model, 0, 0).mark = torch.zeros(4)
     with pytest.raises(DisagreementError, match=r"moes\.0: buffers of expert 0"):
-        begin(model, CUT)
+        small_engine(CASE, rank, CUT, model)
 
 
 def test_what_cannot_be_handed_on_is_said_and_the_rest_is(tmp_path: Path) -> None:

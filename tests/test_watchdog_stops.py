@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.hf_families import batch, loss_of, model_of
 from tests.ranks import run_on_ranks
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 from tests.test_one_rank_alone import looks_soon, step
 
 

@@ -22,9 +22,9 @@ from tests.hf_families import batch, loss_of, losses_of_steps, model_of
 from tests.hf_lora import lora_of, trained
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
+from tests.sgd_engines import ds_config, engine_of
 from tests.small_model import Case, SmallModel, train_steps
 from tests.small_model import batch as small_batch
-from tests.test_hugging_face import ds_config, engine_of
 
 STOCK = {"enabled": False}
 EXACT = 1e-6

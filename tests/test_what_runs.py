@@ -22,13 +22,13 @@ from ds_fsmoe.offline.report.run_page import portable
 from ds_fsmoe.tuning import autotune as stage
 from ds_fsmoe.tuning.when import STEPS_BEFORE, known_steps, settled
 from tests.hurry import hurry
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
-from tests.report_runs import TASKS, charts_of, record, record_details, without_programs
+from tests.report_runs import TASKS, charts_of, page_of, record, record_details, without_programs
 from tests.samples import sampled
 from tests.small_model import Case, SmallModel, batch
 from tests.test_no_longer_said import OLD
-from tests.test_report_conclusion import page_of, section
+from tests.test_report_conclusion import section
 
 CASE = Case(2, 1, "fp32", 1, 2, True, expert="gpt")
 MOST_STEPS = 84
@@ -89,9 +89,7 @@ def train(
     """Steps of an engine, up to some after it has settled on a plan; from a checkpoint, and with one at the end."""
     import ds_fsmoe
 
-    said, warned, logger = Said(), Said(logging.WARNING), logging.getLogger("ds_fsmoe")
-    logger.addHandler(said)
-    logger.addHandler(warned)
+    said, warned = heard(), heard("WARNING")
     torch.manual_seed(0)
     model = SmallModel(CASE, rank).train(is_training)
     measured_at, measure = [], stage.measure
@@ -132,8 +130,8 @@ def train(
         engine.destroy()
     finally:
         stage.measure = measure
-        logger.removeHandler(said)
-        logger.removeHandler(warned)
+        said.end()
+        warned.end()
     return found | {"said": said.lines, "warned": warned.lines}
 
 
@@ -266,8 +264,7 @@ def test_log_table_record_and_page_of_a_tuned_run_say_what_runs_in_the_same_word
 
 
 def test_details_follow_a_line_only_where_they_are_asked_for_and_the_level_stays_the_user_s() -> None:
-    logger, said = logging.getLogger("ds_fsmoe"), Said()
-    logger.addHandler(said)
+    logger, said = logging.getLogger("ds_fsmoe"), heard()
     before = logger.level
     for level, is_shown in ((logging.INFO, False), (logging.DEBUG, False), (logging.INFO, True), (logging.ERROR, True)):
         logger.setLevel(level)
@@ -276,7 +273,7 @@ def test_details_follow_a_line_only_where_they_are_asked_for_and_the_level_stays
         assert logger.level == level
     show_details(False)
     logger.setLevel(before)
-    logger.removeHandler(said)
+    said.end()
     long = "drift: a step took longer. Its largest difference is known"
     assert said.lines == ["drift: a step took longer", long, long]
 

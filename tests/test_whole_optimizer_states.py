@@ -13,10 +13,10 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from tests.distances import furthest
-from tests.hf_families import batch, model_of
+from tests.hf_families import backward, model_of
 from tests.ranks import run_on_ranks
 from tests.samples import sampled
-from tests.test_hugging_face import ds_config, engine_of
+from tests.sgd_engines import ds_config, engine_of
 
 TOLERANCE = 2e-5
 Seen = dict[str, torch.Tensor]
@@ -26,11 +26,6 @@ def config_of(stage: int, **block: Any) -> dict[str, Any]:
     config = ds_config(stage, **block)
     config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "torch_adam": True}}
     return config
-
-
-def backward(engine: Any, seed: int, rank: int, world_size: int) -> None:
-    x = batch(seed, world_size)[rank : rank + 1]
-    engine.backward(engine(input_ids=x, labels=x).loss)
 
 
 def kept(seen: Seen, name: str, value: torch.Tensor | None) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ds_fsmoe.engine.optimizer_groups import depends_on_others
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
 
 
@@ -101,10 +101,9 @@ def said_at_start(rank: int, world_size: int, jobs: list[tuple[str, int, int]]) 
     """The warnings and notes of each job that are about its optimizer."""
     import ds_fsmoe
     from tests.hf_families import model_of
-    from tests.test_hugging_face import ds_config
+    from tests.sgd_engines import ds_config
 
-    said = Said(names_level=True)
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard(names_level=True)
     logging.getLogger("ds_fsmoe").setLevel(logging.DEBUG)
     found = []
     for name, stage, ep_size in jobs:

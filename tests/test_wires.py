@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ds_fsmoe
 from ds_fsmoe import registry
 from ds_fsmoe.components.callback import CallbackArgs, CallbackBase
 from ds_fsmoe.config.reading import ConfigError, read_block
@@ -26,7 +25,7 @@ from tests.covering import covering
 from tests.distances import furthest
 from tests.ranks import run_on_ranks
 from tests.small_model import Case as Training
-from tests.small_model import SmallModel, train_steps
+from tests.small_model import small_engine, train_steps
 from tests.test_alltoalls import on_nodes
 from tests.test_rows import WIDTH, Case, differences, mixtral, run_layer
 
@@ -246,10 +245,9 @@ def losses(rank: int, world_size: int) -> dict[str, Any]:
         ("in slots", {"dispatch": "padded"}),
     ):
         torch.manual_seed(0)
-        model, said = SmallModel(case, rank), []
-        config = case.ds_config(fsmoe={"enabled": True} | block)
+        said: list[str] = []
         with patch("ds_fsmoe.layer.runtime.log_on_rank_0", lambda sentence, *_, said=said: said.append(sentence)):
-            engine, *_ = ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+            engine = small_engine(case, rank, block)
         of_run = train_steps(engine, rank, range(3))
         engine.destroy()
         found[name] = of_run, sum("fsmoe.comm_dtype" in each for each in said)

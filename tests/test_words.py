@@ -5,7 +5,6 @@ was written, and blocks may be written short."""
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ from ds_fsmoe.config.schema import schema
 from ds_fsmoe.config.words import words_of
 from ds_fsmoe.shapes import shape_in, words_for
 from tests.hurry import hurry
-from tests.logged import Said
+from tests.logged import heard
 from tests.ranks import run_on_ranks
-from tests.small_model import Case, SmallModel
+from tests.small_model import Case, SmallModel, small_engine
 
 TUNED = {"autotune": {"enabled": True}}
 # Later words are in tests/data/before/blocks.json.
@@ -177,12 +176,9 @@ def test_the_schema_knows_both_words_and_the_short_forms_and_no_word_stands_for_
 
 def said_at_start(rank: int, world_size: int, blocks: list[dict[str, Any]]) -> list[str]:
     """What is logged, but for the table, at the start of an engine whose block this rank writes like that."""
-    said = Said()
-    logging.getLogger("ds_fsmoe").addHandler(said)
+    said = heard()
     hurry()
-    model = SmallModel(Case(expert="gpt"), rank)
-    config = Case().ds_config(fsmoe={"enabled": True} | blocks[rank])
-    ds_fsmoe.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    small_engine(Case(expert="gpt"), rank, blocks[rank])
     return [each for each in said.lines if "called" in each]
 
 

@@ -65,7 +65,7 @@ def sent(rank: int, world_size: int, jobs: list[Job]) -> list[dict[str, int]]:
     count_in(counted)
     from transformers import AutoModelForCausalLM
 
-    from tests.test_hugging_face import ds_config, engine_of
+    from tests.sgd_engines import ds_config, engine_of
 
     found = []
     for stage, block, zero in jobs:

@@ -15,8 +15,8 @@ from benchmarks.harness.routing import FOLDER, Routing, drawn, parsed
 from ds_fsmoe.routes.made import NAMES
 from ds_fsmoe.routes.recorded import read_routing
 from tests.ranks import run_on_ranks
+from tests.sgd_engines import engine_of
 from tests.small_model import NUM_EXPERTS, Case, SmallModel, batch
-from tests.test_hugging_face import engine_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = sorted([*ROOT.glob("benchmarks/*/bench_*.py"), ROOT / "benchmarks/faults/soak_job.py"])

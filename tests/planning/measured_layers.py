@@ -7,6 +7,9 @@ import random
 from dataclasses import dataclass
 
 from ds_fsmoe.planning.call_shape import CallShape, layer_of_call, moe_work
+from ds_fsmoe.planning.cluster import Cluster, Operation
+from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
+from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.plan import Planner, Settings
 from ds_fsmoe.planning.decide.plan_requests import Degree, SearchSpace
 from ds_fsmoe.planning.decide.search import Choice
@@ -24,9 +27,22 @@ from ds_fsmoe.planning.job.measured import (
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import AllToAll, Layer
 
+FREE = LinearCost(0.0, 0.0)
 GROUPS = Groups(world=4, gpus_per_node=2, ep=2, esp=2)
 # Every degree up to 8 divides the capacity, so equal shares are whole slots.
 SIZES = CallShape(num_experts=4, capacity=840, width=13, dtype_bytes=4, num_products=1, num_weights=754)
+
+
+def cluster(inter: float, intra: float, start_ms: float = 0.1, gemm: LinearCost = FREE) -> Cluster:
+    """Two nodes of two ranks, of which two need ``inter`` or ``intra`` ms for a byte; processors take no time."""
+    times = {"all_to_all": 1, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+    costs = {
+        f"{link}.{name}": Operation(LinearCost(start_ms, slope * times[name]), 2)
+        for link, slope in zip(LINKS, (inter, intra), strict=True)
+        for name in COLLECTIVES
+    }
+    free = dict.fromkeys(("attention", "softmax", "routing", "order"), Operation(FREE))
+    return Cluster("mine", 2, 2, costs | free | {"gemm": Operation(gemm)})
 
 
 def line(alpha_ms: float, whole_ms: float, size: float) -> Timing:

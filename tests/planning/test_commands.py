@@ -228,11 +228,7 @@ def test_a_missing_operation_of_a_cluster_of_ones_own_is_named(capsys, tmp_path)
 
 @pytest.mark.parametrize(
     ("others", "crossings"),
-    [
-        ([], "1.00"),
-        (["--expert-groups", "8", "--groups-per-token", "1"], "0.50"),
-        (["--routing", OLMOE], "1.00"),
-    ],
+    [([], "1.00"), (["--expert-groups", "8", "--groups-per-token", "1"], "0.50"), (["--routing", OLMOE], "1.00")],
 )
 def test_a_plan_compares_all_to_alls_by_how_often_tokens_cross(others: list[str], crossings: str, capsys) -> None:
     rows = [line.split() for line in said(capsys, *ON_TWO_NODES, "--alltoall", "auto", *others).splitlines()]

@@ -18,8 +18,7 @@ from ds_fsmoe.offline.models.memory import memory_of
 from ds_fsmoe.offline.models.model_layers import commonest_moe, moe_shape
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.offline.plan.report import PlannedJob, report
-from ds_fsmoe.planning.cluster import Cluster, Operation, load_cluster
-from ds_fsmoe.planning.cluster_schema import COLLECTIVES, LINKS
+from ds_fsmoe.planning.cluster import load_cluster
 from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.ep_size import (
     EpSize,
@@ -36,23 +35,11 @@ from ds_fsmoe.planning.decide.zero import Zero
 from ds_fsmoe.planning.groups import Groups, can_deduplicate
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import NODE_DEDUPLICATED, Shape
+from tests.planning.measured_layers import cluster
 
 MOST_OFF = 0.1
 """By how much predicted ratios may be off the measured ones on average, before anything may be chosen by them."""
 SERIAL = "deepspeed"
-FREE = LinearCost(0.0, 0.0)
-
-
-def cluster(inter: float, intra: float, start_ms: float = 0.1, gemm: LinearCost = FREE) -> Cluster:
-    """A byte of a buffer takes ``inter`` and ``intra`` ms among two ranks."""
-    times = {"all_to_all": 1, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
-    costs = {
-        f"{link}.{name}": Operation(LinearCost(start_ms, slope * times[name]), 2)
-        for link, slope in zip(LINKS, (inter, intra), strict=True)
-        for name in COLLECTIVES
-    }
-    free = dict.fromkeys(("attention", "softmax", "routing", "order"), Operation(FREE))
-    return Cluster("mine", 2, 2, costs | free | {"gemm": Operation(gemm)})
 
 
 @st.composite

@@ -25,16 +25,7 @@ from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.placement_costs import ObservedRouting, Prices
 from ds_fsmoe.planning.placement_policies import POLICIES, Allowed, balanced, decide, off, policy
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, HOLD
-from tests.planning.placements import (
-    LOADS,
-    drawn_nodes,
-    drawn_placement,
-    fullest,
-    greedy,
-    load,
-    num_moved,
-    placements,
-)
+from tests.planning.placements import LOADS, drawn_nodes, drawn_placement, fullest, greedy, load, num_moved, placements
 
 
 def test_it_begins_in_the_models_order_and_answers_what_policies_of_before_ask() -> None:

@@ -110,19 +110,8 @@ def test_a_recording_counts_by_its_groups_of_ranks_and_rows_of_others_are_spread
     # Two groups of ranks share the experts, each with every other rank.
     groups = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
     file, out = as_recording(tmp_path / "rows.npz", counts_NRE, groups), tmp_path / "plan.json"
-    arguments = [
-        "plan",
-        "--cluster",
-        "testbed_b",
-        "--nodes",
-        "1",
-        *SMALL,
-        "--experts",
-        "6",
-        "--capacity-factor",
-        "none",
-    ]
-    assert cli.main([*arguments, *ALONE, "--ep", "2", "--loads", file, "--json", str(out)]) == 0
+    of_six = ["plan", "--cluster", "testbed_b", "--nodes", "1", "--experts", "6", "--capacity-factor", "none", *SMALL]
+    assert cli.main([*of_six, *ALONE, "--ep", "2", "--loads", file, "--json", str(out)]) == 0
     spread = "the file is for another number of ranks than 8: its rows are distributed evenly over these"
     assert "distributed evenly" not in capsys.readouterr().out
     found = json.loads(out.read_text())["placement"]["layers"][0]

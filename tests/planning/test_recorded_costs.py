@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from ds_fsmoe.offline.plan.traced_costs import (
-    corrected,
-    counted_tasks,
-    fit_costs,
-    read_tasks,
-    with_slowdown_of,
-)
+from ds_fsmoe.offline.plan.traced_costs import corrected, counted_tasks, fit_costs, read_tasks, with_slowdown_of
 from ds_fsmoe.offline.report.critical_path import MeasuredTask
 from ds_fsmoe.planning.block import BlockPlan
 from ds_fsmoe.planning.call_shape import moe_work, sized
@@ -32,13 +26,7 @@ from ds_fsmoe.planning.decide.presets import NAMES
 from ds_fsmoe.planning.groups import Fanout, PlacedGroups, Placement
 from ds_fsmoe.planning.job.measured import Slowdowns
 from ds_fsmoe.planning.job.other_ranks import OtherRanks, on_other_ranks
-from ds_fsmoe.planning.job.recorded_costs import (
-    RecordedAllToAll,
-    RecordedJob,
-    RecordedKind,
-    job_as_data,
-    job_from_data,
-)
+from ds_fsmoe.planning.job.recorded_costs import RecordedAllToAll, RecordedJob, RecordedKind, job_as_data, job_from_data
 from ds_fsmoe.planning.job.what_if import Ran, WhatIf, ran_of, with_dispatch_of
 from ds_fsmoe.planning.phase_plan import PhasePlan
 from ds_fsmoe.planning.schedule import A2A_IN, A2A_OUT, EXPERT, GATHER, HOLD, REDUCE, Lane

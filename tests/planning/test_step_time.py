@@ -13,13 +13,7 @@ from ds_fsmoe.planning.cost import LinearCost
 from ds_fsmoe.planning.decide.block_times import Order
 from ds_fsmoe.planning.decide.plan_requests import PlanRequest, SearchSpace
 from ds_fsmoe.planning.decide.step_time import StepTimes, other_esp_sizes, predict_step, sharded_ms
-from ds_fsmoe.planning.job.measured import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    LayerProfile,
-    Timing,
-)
+from ds_fsmoe.planning.job.measured import BACKWARD, FORWARD, GRADIENTS, LayerProfile, Timing
 from ds_fsmoe.planning.schedule import GRAD, Lane
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.planning.workload import Gradient, Layer
