@@ -144,6 +144,9 @@ def test_nothing_is_lost_in_corners(found: tuple[Path, list[Any]], tmp_path: Pat
     was, now = (Whole(saved / name / "global_step2") for name in ("sgd", "sgd moved"))
     for name in was.names():
         assert torch.equal(was.weights(name), now.part(name, MASTER)), name
+    (states,) = (saved / "tied").glob("*/mp_rank_00_model_states.pt")
+    shared = torch.load(states, weights_only=False)["shared_params"]
+    assert shared == {"tied.weight": "first.weight", "tied.bias": "first.bias"}
     # Both names of a tied parameter have the optimizer's digits.
     assert main(["convert", str(saved / "tied"), str(tmp_path / "fp32"), "--to", "fp32"]) == 0
     weights = load_file(tmp_path / "fp32" / "model.safetensors")
