@@ -8,6 +8,7 @@ import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -252,6 +253,16 @@ def test_the_autotuner_sends_no_empty_slots_equal_to_rounding_and_never_where_bi
         # A layer that must run in one chunk, and one that is measured again, sends slots.
         assert found["whole"] == (False, "flat")
         assert found["again"] == [False, False]
+
+
+def test_equal_layers_are_sent_the_mean_of_their_rows() -> None:
+    """Two experts with eight slots: of one layer all are full, of the other two each."""
+    subject: Any = SimpleNamespace(num_local_experts=2, num_experts=2, sizes=SimpleNamespace(capacity=8))
+    subject.collectives = SimpleNamespace(ep_group=None)
+    choices = [torch.tensor([[0, 1] * 8]), torch.tensor([[0, 1] * 2 + [2] * 12])]
+    kind: Any = LayerKind(["L00", "L01"], None, subject, 16, choices=choices, may_be_unpadded=True)
+    kind.count_rows(None)
+    assert kind.rows == (16 + 4) / (2 * 2)
 
 
 KEPT: dict[str, tuple[bool, dict[str, Any]]] = {

@@ -23,16 +23,15 @@ from ds_fsmoe.observing.clock import HOST, Clock
 from ds_fsmoe.planning.cluster import Cluster, cluster_as_json, load_cluster
 from ds_fsmoe.planning.cluster_schema import UNITS
 from ds_fsmoe.planning.groups import Groups
-from ds_fsmoe.planning.job.measured import Slowdowns
+from ds_fsmoe.planning.job.measured import Slowdowns, Timing
 from ds_fsmoe.planning.schedule import Lane
 from ds_fsmoe.planning.timeline import IDEAL, Contention
 from ds_fsmoe.planning.workload import kind_costs
 from tests.fake_clock import FakeClock
 from tests.hurry import hurry
 from tests.logged import Said as Lines
+from tests.logged import heard
 from tests.ranks import COLLECTIVE_TIMEOUT_S, run_on_ranks
-
-pytestmark = pytest.mark.long
 
 CPU = torch.device("cpu")
 MAX_BYTES = 40_009
@@ -93,6 +92,7 @@ def measure(rank: int, world_size: int, hosts: str) -> dict[str, Any]:
     return found | {"made": first, "slowed": (cluster.contention, measured)}
 
 
+@pytest.mark.long
 def test_every_operation_is_measured_alike_on_all_ranks_and_can_be_planned_with(tmp_path: Path) -> None:
     every = run_on_ranks(measure, 4, tmp_path / "ranks", "abab")
     first = every[0]
@@ -123,6 +123,7 @@ def test_every_operation_is_measured_alike_on_all_ranks_and_can_be_planned_with(
             assert all(size % (2 * 4) == 0 for size in timing.sizes), "whole elements for two ranks"
 
 
+@pytest.mark.long
 def test_of_uneven_nodes_what_they_have_in_common_is_measured(tmp_path: Path) -> None:
     seen = run_on_ranks(measure, 3, tmp_path / "ranks", "aab")
     assert all(each["cluster"] == seen[0]["cluster"] for each in seen)
@@ -143,6 +144,17 @@ def test_ranks_that_are_left_over_are_groups_by_themselves() -> None:
     uneven = topology_of_hosts("ababa")
     assert lane_groups(uneven, "inter") == ((0, 1), (2, 3), (4,))
     assert lane_groups(uneven, "intra") == ((0, 2), (1, 3), (4,))
+
+
+def test_of_several_bad_fits_the_worst_is_named_and_the_others_are_counted() -> None:
+    topology, lanes, said = topology_of_hosts("a"), SerialLanes(), heard()
+    names = ProfileNames(topology, lanes, torch.float32)
+    bad = {names.of(each): Timing("flop", (1, 2, 3), (1, 9 + at, 1)) for at, each in enumerate(names.operations)}
+    known = Measurements(bad, dict.fromkeys(names.all(), 1.0))
+    profile_cluster(Measuring(Stopwatch(CPU), known), topology, lanes, torch.float32)
+    said.end()
+    worst = f"{names.operations[-1]} {list(bad.values())[-1].fit.worst_share:.0%}"
+    assert sum(f"(off by {worst}, {len(bad) - 1} more)" in line for line in said.lines) == 1
 
 
 # ---- two ranks, and links that are not what they seem
@@ -192,6 +204,7 @@ def meet_odd_links(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.long
 def test_links_that_are_not_what_they_seem_are_measured_in_no_longer_and_a_rank_that_fails_ends_it_on_all(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,9 @@ import pytest
 
 from ds_fsmoe.files import runs as run_files
 from ds_fsmoe.files.traces import TracedRun, rank_file, trace_of, write_trace
+from ds_fsmoe.offline.report.charts import TracedStep, draw_timeline
+from ds_fsmoe.offline.report.critical_path import MeasuredTask
+from ds_fsmoe.planning.schedule import Lane
 from tests.report_runs import TASKS, charts_of, page_of, record, record_both, without_programs
 from tests.samples import sampled
 
@@ -118,6 +121,13 @@ def test_a_run_that_died_is_shown_and_said_to_be_incomplete(both: Path, capsys: 
     assert "the trace is incomplete: rank1.json: unreadable" in page
     assert 'aria-label="tasks of one step' in page
     assert "goes on, or was killed" in capsys.readouterr().out
+
+
+def test_the_axis_of_a_step_has_a_length_whatever_its_tasks_took() -> None:
+    for took_us, length_ms in ((0, 1.0), (2000, 2.0)):
+        task = MeasuredTask("L00", "fwd", 5, 0, "EXPERT", 0, Lane.COMPUTE, 7, 7 + took_us, took_us / 1e3)
+        chart = draw_timeline([TracedStep("a run", [task])])
+        assert chart.spec["layer"][0]["encoding"]["x"]["scale"]["domain"] == [0.0, length_ms]
 
 
 @pytest.mark.parametrize("what", ["steps alone", "a trace alone", "facts alone"])

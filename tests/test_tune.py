@@ -127,6 +127,7 @@ def test_the_fastest_layout_is_written_beside_the_config_with_only_what_changed(
     wanted = json.loads(before)
     wanted["fsmoe"]["ep_size"] = 4
     assert found.tuned == wanted
+    assert "tune: nothing was measured to predict layouts from: the nearest are tried first" in found.out
     assert '\n    "fsmoe": {' in config.with_name("ds_config.tuned.json").read_text()
     assert "fsmoe.ep_size: left out -> 4" in found.out
     rows = {line.split("  ")[0]: line for line in found.out.splitlines() if line.endswith("  ok")}
@@ -150,6 +151,7 @@ def test_a_layout_that_is_predicted_to_be_clearly_behind_what_was_measured_runs_
     does = {"2": 100, "1": 90, "4": 80}
     found = tune(does)
     assert found.sizes == [None, 4]
+    assert "nothing was measured" not in found.out
     row = next(line for line in found.out.splitlines() if line.startswith("ep_size = 1"))
     assert "110.0" in row
     assert "not tried: predicted to take 1.4 times as long as the fastest took; name its size to try it" in row

@@ -289,6 +289,11 @@ def test_halves_keep_to_what_is_asked_for_and_take_the_all_to_all_that_gains_eno
     assert [each.degree for each in orders_of(best(*busy(), space=asked))] == [3, 1]
     assert len({each.degree for each in orders_of(best(*busy(uses_rng=True)))}) == 1, "experts draw numbers"
     assert {each.degree for each in orders_of(best(*busy(), uncut=True))} == {1}
+    # A layer with too few slots has as many chunks as there may be.
+    few = layer_of_call(GROUPS, replace(SIZES, capacity=4), made_up().costs(False))
+    mixed = asking(search_in_halves(*busy(), {"flat": few}), degree=3).best_two_batch()
+    assert mixed is not None
+    assert [each.order.degree for index in (0, -1) for each in mixed.choices(index)] == [3, 3, 2, 2]
     (slow, *_), (fast, *_) = busy(9.0), busy(4.0)
     for other, taken in ((fast, "2dh"), (slow, "flat")):
         found = best(*[{"flat": slow["flat"], "2dh": other["flat"]}] * 5)

@@ -21,7 +21,14 @@ from ds_fsmoe.offline.models.memory import (
     largest_batch,
     memory_of,
 )
-from ds_fsmoe.offline.models.memory_activations import attention_keeps, block_keeps, head_needs, is_eager, layer_rows
+from ds_fsmoe.offline.models.memory_activations import (
+    ROUTER,
+    attention_keeps,
+    block_keeps,
+    head_needs,
+    is_eager,
+    layer_rows,
+)
 from ds_fsmoe.offline.models.memory_states import Parameters, most_in_partition, states_of
 from ds_fsmoe.offline.models.training import Training
 from ds_fsmoe.planning.groups import Groups
@@ -96,6 +103,11 @@ def test_at_stage_2_a_rank_keeps_its_own_part_of_gradients_and_what_waits_in_a_b
     waiting = 64 + max(map(sum, zip(parameters.experts_of_block, parameters.dense_of_block, strict=True)))
     assert waiting < come
     assert of_zero == pytest.approx({1: 4 * come, 2: 4 * (waiting + (come - waiting) * own)})
+    # At the end it has, of each tensor of its part, the sum and a copy; at stage 1 all gradients before that.
+    part = most_in_partition(parameters.dense, 8) + most_in_partition(parameters.experts, 4)
+    for zero, there in ((1, dense + experts), (2, 2 * part)):
+        ends = states_of(parameters, EIGHT, Training(1, 16, zero, "fp32", reduce_bucket=64)).after
+        assert ends[kept.GRADIENTS] == pytest.approx(4 * there)
 
 
 def test_scores_are_kept_by_eager_attention_alone() -> None:
@@ -109,6 +121,18 @@ def test_scores_are_kept_by_eager_attention_alone() -> None:
     for name in MODELS:
         model = load_model(name)
         assert is_eager(model.blocks[-1].attention, model.M, training) == name.startswith("gpt-oss"), name
+
+
+def test_attention_keeps_its_input_whatever_its_kind_and_a_router_that_chooses_ahead_of_its_softmax_no_scores() -> None:
+    training = Training(2, 64)
+    for attention in (ATTENTION, Attention(5, 5, 7, 7, "latent", query_rank=9, kv_rank=6, rope_dim=3)):
+        narrow, wide = (attention_keeps(attention, M, training) for M in (35, 36))
+        assert wide - narrow == 2 * training.tokens
+    scored, chosen = (
+        block_keeps(replace(SPARSE, experts=replace(EXPERTS, has_bias=each)), 35, EIGHT, training)[ROUTER]
+        for each in (False, True)
+    )
+    assert scored - chosen == 4 * training.tokens * EXPERTS.E
 
 
 def test_ranks_that_share_experts_gather_rows_and_cut_hidden_layers() -> None:
@@ -141,6 +165,20 @@ def test_the_peak_is_that_of_one_moment_and_checkpointing_chunks_and_recompute_t
     total, of_checkpointed = (memory_of(TINY, EIGHT, each).total for each in (training, checkpointed))
     assert max(of_checkpointed, memory_of(TINY, EIGHT, replace(training, recompute=True)).total) < total
     assert memory_of(TINY, EIGHT, replace(checkpointed, degree=4)).total <= of_checkpointed
+
+
+def test_two_halves_take_what_two_chunks_take_unless_blocks_are_checkpointed() -> None:
+    """Then the second half is still in the block behind."""
+    for checkpointing in (False, True):
+        training = Training(64, 64, checkpointing=checkpointing)
+        chunks = memory_of(TINY, EIGHT, replace(training, degree=2))
+        assert (memory_of(TINY, EIGHT, replace(training, is_two_batch=True)) == chunks) == (not checkpointing)
+
+
+def test_one_rank_alone_has_no_room_for_gradients_that_are_sent() -> None:
+    for zero in (0, 1, 2, 3):
+        one = [memory_of(TINY, Groups(1, 1), Training(1, 16, zero, early_gradients=each)) for each in (False, True)]
+        assert one[0] == one[1]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

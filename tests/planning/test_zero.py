@@ -205,7 +205,9 @@ def test_a_stage_that_deepspeed_refuses_is_refused_and_a_layout_that_is_not_the_
     why = "no ep_size above 1 divides both 8 experts and the 3 groups of a stage; with --nodes 4 or 8 or 12 it"
     for more, is_said in (([], True), (["--nodes", "4"], False)):
         assert cli.main([*asked, "--max-chunks", "2", *more]) == 0
-        assert (why in capsys.readouterr().out) is is_said
+        text = capsys.readouterr().out
+        assert (why in text) is is_said
+        assert "\nstages   2 alike; the layers below are those of the first\n" in text
 
 
 def test_what_plan_prints_has_the_words_of_the_config(capsys) -> None:
