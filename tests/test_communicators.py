@@ -202,6 +202,13 @@ def test_all_ranks_split_groups_of_one_purpose_off_at_once_or_make_them_one_by_o
         assert (function, "fsmoe_a2a_intra", [[0, 1], [2, 3], [4, 5], [6, 7]]) in found[0]
 
 
+def test_layers_with_experts_on_two_or_four_nodes_share_the_communicators_inside_them() -> None:
+    with counted() as made, fake_ranks(1, 16):
+        for ep_size in (4, 8):
+            exchange_in(make_groups(ep_size, 2, ranks_per_node=4), TwoStepAllToAll())
+    assert [ranks for name, ranks in made.held if name == "fsmoe_a2a_intra"] == [(1, 3)]
+
+
 @pytest.mark.parametrize(("device", "splits"), [(0, True), (None, True), (0, False)])
 def test_a_default_group_can_be_split_where_it_is_bound_and_its_backend_is_able_to(
     device: int | None, splits: bool, monkeypatch: pytest.MonkeyPatch

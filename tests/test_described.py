@@ -6,12 +6,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from deepspeed.moe.sharded_moe import TopKGate
 
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
 from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.engine.state import describe_dispatch
+from ds_fsmoe.engine.state import describe_alltoall, describe_dispatch
 from ds_fsmoe.layer.state import LayerState
+from ds_fsmoe.planning.workload import NODE_DEDUPLICATED
 
 
 def said(
@@ -62,3 +64,18 @@ def test_what_the_autotuner_will_find_or_has_found_is_said_where_it_may_choose()
     share = f"{chosen}31% of the slots are empty; equal to padded to rounding"
     assert said(topk(1.25), tuner=tuner, plan=plan) == share
     assert said(topk(1.25), plan=plan) == f"{chosen}empty slots are not sent"
+
+
+@pytest.mark.parametrize(
+    ("asked", "run", "words"),
+    [
+        (NODE_DEDUPLICATED, [NODE_DEDUPLICATED], NODE_DEDUPLICATED),
+        (NODE_DEDUPLICATED, ["flat", NODE_DEDUPLICATED], f"{NODE_DEDUPLICATED}, run as flat; {NODE_DEDUPLICATED}"),
+        ("2dh", ["2dh"], "2dh"),
+    ],
+)
+def test_an_alltoall_that_runs_as_it_was_asked_for_is_named_once(asked: str, run: list[str], words: str) -> None:
+    one = lambda name: SimpleNamespace(alltoall=name)  # noqa: E731
+    layers = {name: SimpleNamespace(pipeline=SimpleNamespace(forward=one(name))) for name in run}
+    state: Any = SimpleNamespace(running=SimpleNamespace(plan=one(asked)), inner_layers=layers)
+    assert describe_alltoall(state) == words

@@ -193,6 +193,9 @@ def look_through_wrappers() -> None:
         words = f"{wrapper.__name__} ({__file__}, line {line}) replaces deepspeed.initialize {sentence}"
         with pytest.raises(compat.IncompatibleError, match=re.escape(words)):
             ds_fsmoe.initialize(model=MoE(7, torch.nn.Linear(7, 7)), config=config)
+    deepspeed.initialize = functools.partial(narrow)
+    with pytest.raises(compat.IncompatibleError, match=r"partial.*narrow.* replaces deepspeed\.init"):
+        ds_fsmoe.initialize(model=MoE(7, torch.nn.Linear(7, 7)), config=config)
     deepspeed.initialize = stock
     ds_fsmoe.install()
     assert len(entry_points._wrapped_functions) == 1

@@ -247,6 +247,7 @@ def allowed(rank: int, folder: str) -> None:
     whole = whole_of(engine)[DOWN]
     assert type(part) is torch.Tensor
     assert torch.equal(part, whole[own])
+    assert furthest(p.sum(dim=(0, 1)), whole.sum(dim=(0, 1))) < 1e-6
     average = copy.deepcopy(p)
     with torch.no_grad():
         average.mul_(0.9).add_(p, alpha=0.1)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ds_fsmoe.planning.call_shape import CallShape, moe_work
 from ds_fsmoe.planning.chunks import MICRO_OP_BYTES, degree_by_bytes
 from ds_fsmoe.planning.cost import LinearCost
+from ds_fsmoe.planning.decide.block_times import BlockTimes, Order
 from ds_fsmoe.planning.decide.gradient_plan import (
     ALIGNED_ELEMENTS,
     BufferReadiness,
@@ -38,12 +39,13 @@ from ds_fsmoe.planning.decide.gradients import (
     SendWindow,
     partition,
     slice_bytes,
+    window_prices,
 )
 from ds_fsmoe.planning.decide.plan import ModelPlan, Planner, Settings, plan_by_name
 from ds_fsmoe.planning.groups import Groups
 from ds_fsmoe.planning.schedule import EXPERT_GRAD, GRAD, HOLD, Lane
 from ds_fsmoe.planning.timeline import Contention, Timeline
-from ds_fsmoe.planning.workload import MoEWork, Shape, Stage, Work
+from ds_fsmoe.planning.workload import BlockWork, MoEWork, Shape, Stage, Work
 from tests.planning.layers import LAYOUTS, SHAPE, layer_of, random_costs
 
 INTER = (Lane.INTER,)
@@ -510,6 +512,16 @@ def test_an_alltoall_waits_for_no_slice_that_was_not_under_way_and_none_is_insid
     assert bool(beside) == (layout != "one rank")
     assert not inside or LAYOUTS[layout][0].ep == 1
     assert inside or layout != "no expert parallelism"
+
+
+def test_without_contention_a_window_costs_what_its_best_order_takes_longer_for_any_time_of_gradients() -> None:
+    work, costs = layer_of("the paper's").backward, random_costs(random.Random(3))
+    whole, inside = BlockTimes(work, costs), BlockTimes(BlockWork((), work.moe, ()), costs)
+    orders = [Order(degree) for degree in (1, 2, 3)]
+    moe, dense = window_prices(orders, orders[0], inside, whole)
+    grads_ms = np.random.default_rng(0).uniform(0.0, 2.0 * whole.with_ms(orders, 0.0).max(), 50)
+    assert moe(grads_ms) == pytest.approx(inside.times_ms(orders, grads_ms).min(0) - inside.with_ms(orders, 0.0).min())
+    assert dense(grads_ms) == pytest.approx(whole.times_ms(orders, 0.0, grads_ms)[0] - whole.with_ms(orders, 0.0)[0])
 
 
 def test_slices_begin_while_there_is_room_and_the_last_may_overrun() -> None:
