@@ -38,6 +38,7 @@ SMALL = [
     (Case(1, 1), TUTEL | {"record": {"dir": "run1"}}),
     (Case(2, 2), OFF | {"overlap": False}),
     (Case(1, 0, "bf16", expert="gpt"), {"esp_size": 2, "trace": {"enabled": True, "start_step": 0, "num_steps": 1}}),
+    (None, OFF),
 ]
 FAMILY = [(None, OFF | {"routing": {"record": f"routing{at}"}}) for at in range(2)]  # at stage 3
 

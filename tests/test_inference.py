@@ -495,6 +495,7 @@ def in_turn(rank: int, world_size: int, folder: str) -> list[Any]:
     comes_and_goes(rank, world_size)
     refused(rank, world_size)
     generating(rank, world_size)
+    deepspeeds_layers(rank, world_size, 2, False, "gpt", "model")
     return decided_together(rank, world_size)
 
 

@@ -116,6 +116,34 @@ def test_stock_to_ours_to_stock_goes_on_with_the_same_losses(world_size: int, ru
         assert not said
 
 
+class FirstIsLast(SmallModel):
+    """Has the parameters of its first layer behind all others."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        super().__init__(case, rank)
+        self.first = self._modules.pop("first")
+
+
+def save_and_reorder(rank: int, world_size: int, folder: str) -> None:
+    hurry()
+    for saved, model_class in (("was", SmallModel), ("now", FirstIsLast)):
+        engine = corners.make(rank, Case(ep_size=2, stage=1, k=2), model_class)
+        if saved == "was":
+            corners.train(engine, rank, 0)
+        else:
+            engine.load_checkpoint(f"{folder}/was", "tag")
+        engine.save_checkpoint(f"{folder}/{saved}", "tag")
+        engine.destroy()
+
+
+def test_states_go_with_their_parameters_where_these_come_in_another_order(tmp_path: Path) -> None:
+    run_on_ranks(save_and_reorder, 2, tmp_path / "ranks", str(tmp_path))
+    was, now = (Whole(tmp_path / each / "tag") for each in ("was", "now"))
+    for name in was.names():
+        for item in (MASTER, "exp_avg"):
+            assert torch.equal(was.part(name, item), now.part(name, item)), (name, item)
+
+
 TWICE = ("ours", "ours")
 RESUMED = [
     Run(Case(2, 0, "fp32", 1, 2, True), CUT, TWICE),
