@@ -6,7 +6,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from deepspeed.moe.sharded_moe import TopKGate
 
 from ds_fsmoe.components.gates.expert_choice import ExpertChoiceGate
@@ -66,16 +65,9 @@ def test_what_the_autotuner_will_find_or_has_found_is_said_where_it_may_choose()
     assert said(topk(1.25), plan=plan) == f"{chosen}empty slots are not sent"
 
 
-@pytest.mark.parametrize(
-    ("asked", "run", "words"),
-    [
-        (NODE_DEDUPLICATED, [NODE_DEDUPLICATED], NODE_DEDUPLICATED),
-        (NODE_DEDUPLICATED, ["flat", NODE_DEDUPLICATED], f"{NODE_DEDUPLICATED}, run as flat; {NODE_DEDUPLICATED}"),
-        ("2dh", ["2dh"], "2dh"),
-    ],
-)
-def test_an_alltoall_that_runs_as_it_was_asked_for_is_named_once(asked: str, run: list[str], words: str) -> None:
-    one = lambda name: SimpleNamespace(alltoall=name)  # noqa: E731
-    layers = {name: SimpleNamespace(pipeline=SimpleNamespace(forward=one(name))) for name in run}
-    state: Any = SimpleNamespace(running=SimpleNamespace(plan=one(asked)), inner_layers=layers)
-    assert describe_alltoall(state) == words
+def test_an_alltoall_that_runs_as_it_was_asked_for_is_named_once() -> None:
+    of = lambda name: SimpleNamespace(alltoall=name)  # noqa: E731
+    for run, words in ((NODE_DEDUPLICATED, NODE_DEDUPLICATED), ("flat", f"{NODE_DEDUPLICATED}, run as flat")):
+        layers: Any = {"L00": SimpleNamespace(pipeline=SimpleNamespace(forward=of(run)))}
+        running: Any = SimpleNamespace(plan=of(NODE_DEDUPLICATED))
+        assert describe_alltoall(SimpleNamespace(running=running, inner_layers=layers)) == words  # type: ignore[arg-type]
