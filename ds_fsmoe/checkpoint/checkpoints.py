@@ -136,13 +136,13 @@ class Checkpoints:
         layout = Comparison(self._engine, ranks, place, manifest, self._parts)
         if manifest is None and with_optimizer:
             ranks.together(f"reading {place}", lambda: self._check_stock_states(place, layout))
+        if with_optimizer:
+            ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
         differences = layout.differences
         if manifest is not None:
             _log_versions(place, manifest)
             if with_optimizer:
                 ranks.together(f"reading {place}", lambda: check_packing(self._engine, place, manifest, self._parts))
-            if with_optimizer and not differences:
-                ranks.together(f"reading {place}", lambda: self._check_optimizer(place, index))
             # At ZeRO 3 weights too are where the optimizer has them.
             is_laid_out = with_optimizer or self._engine.zero_optimization_partition_weights()
             if is_laid_out and not differences:

@@ -133,7 +133,8 @@ def _as_if_all_had_the_same(name: str, args: Any) -> None:
         output.flatten()[: given.numel()].copy_(given.flatten()[: output.numel()])
     elif name == "allgather_base":
         output, given = args[:2]
-        if _address(output) != _address(given):  # else the others' parts are there, from before
+        # Of no elements nothing comes; at the same address the others' parts are there, from before.
+        if given.numel() and _address(output) != _address(given):
             output.view(-1, given.numel()).copy_(given.flatten())
     elif name == "reduce_scatter_base":
         output, given = args[:2]
