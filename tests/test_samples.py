@@ -49,7 +49,8 @@ def test_a_sample_keeps_what_it_has_to_and_draws_others_anew_each_day(monkeypatc
 
 def of_pytest(file: Path) -> str:
     """What a run with our hooks says."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.conftest"]
+    command += ["--rootdir", str(file.parent), str(file)]
     run = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     return run.stdout + run.stderr
 
