@@ -189,9 +189,11 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (y * torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(0))).tanh().mean()
 
 
-def backward(engine: Any, seed: int, rank: int = 0, world_size: int = 1) -> None:
-    """A backward of a batch of which each rank has a sequence."""
-    engine.backward(loss_of(engine, batch(seed, world_size)[rank : rank + 1]))
+def backward(engine: Any, seed: int, rank: int = 0, world_size: int = 1) -> float:
+    """The loss of a batch of which each rank has a sequence, after its backward."""
+    loss = loss_of(engine, batch(seed, world_size)[rank : rank + 1])
+    engine.backward(loss)
+    return loss.item()
 
 
 def step(engine: Any, seed: int) -> None:
@@ -209,10 +211,8 @@ def losses_of_steps(engine: Any, rank: int, world_size: int, numbers: Iterable[i
     """Train a step on each of these batches, of which a rank has one sequence."""
     losses = []
     for number in numbers:
-        loss = loss_of(engine, batch(number, world_size)[rank : rank + 1])
-        engine.backward(loss)
+        losses.append(backward(engine, number, rank, world_size))
         engine.step()
-        losses.append(loss.item())
     return losses
 
 
