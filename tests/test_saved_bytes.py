@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deepspeed.moe.layer import MoE
 from torch import nn
 
@@ -271,15 +272,18 @@ LARGE = (2048, 64, 128)
 
 
 def peaks(layer: Layer) -> int:
-    """Of a second forward and backward; the first makes what stays."""
-    for _ in range(2):
+    """Of a forward and backward after a first, which makes what stays; the least of five where gloo's thread holds the
+    tensors of a collective for some time after its wait is over."""
+    found = []
+    for _ in range(2 if dist.get_world_size() == 1 else 6):
         layer.x_SM.grad = None
         for parameter in (*layer.gate.parameters(), *layer.experts.parameters):
             parameter.grad = None
         with LiveMemory() as memory:
             layer(observer=memory.in_every_thread()).sum().backward()
+        found.append(memory.peak)
     layer.pipeline.lanes.close()
-    return memory.peak
+    return min(found[1:])
 
 
 def peaks_by_degrees(rank: int, world_size: int, ep: int, esp: int) -> dict[tuple[str, int, int], float]:
