@@ -30,7 +30,7 @@ from tests.samples import draw
 ON_DEVICE = pytest.mark.parametrize(
     "device", [pytest.param(torch.device("cuda"), marks=NEEDS_GPU), torch.device("cpu")], ids=["cuda", "cpu"]
 )
-BODY_ON_CPU = pytest.mark.daily("bodies of GPU tests on the CPU", 1)
+BODY_ON_CPU = pytest.mark.daily("bodies of GPU tests on the CPU", 2)
 """What ranks and processes of tests for a GPU do, done on the CPU: what it computes has tests of its own there."""
 
 

@@ -273,7 +273,7 @@ def counted_beside(memory: LiveMemory) -> Iterator[None]:
 
 
 def peaks_of(
-    case: Case, rank: int, world_size: int, stock: bool = False, steps: int = 2, beside: bool = False
+    case: Case, rank: int, world_size: int, steps: int, stock: bool = False, beside: bool = False
 ) -> tuple[list[int], int]:
     """The peaks of the steps of a case, in bytes, and what the host keeps, which is in all peaks; ``beside``: with what
     messages make."""
@@ -317,9 +317,10 @@ def peaks_of(
 
 
 def peak_of(case: Case, rank: int, world_size: int) -> tuple[int, int]:
-    """The peak of the second step of a case without what the host keeps, and what the host keeps."""
-    peaks, host = peaks_of(case, rank, world_size)
-    return peaks[-1] - host, host
+    """The peak of a step of a case without what the host keeps, and what the host keeps: the least of three steps after
+    the first, as gloo's thread holds a message for a moment after that has been waited for."""
+    peaks, host = peaks_of(case, rank, world_size, steps=4)
+    return min(peaks[1:]) - host, host
 
 
 def kept_by_a_block(case: Case) -> float:
@@ -343,7 +344,7 @@ def kept_by_a_block(case: Case) -> float:
                 before = memory.live
                 loss = engine(input_ids=x, labels=x).loss
                 gc.collect()
-                linger()  # gloo's thread holds its last message for a moment after that has been waited for
+                linger()  # as in peak_of
                 kept[num_blocks] = min(kept[num_blocks], memory.live - before)
                 engine.backward(loss)
                 del loss

@@ -59,14 +59,13 @@ def at_night_alone(items: Sequence[pytest.Item]) -> list[str]:
 
 
 def draw_daily(items: Sequence[pytest.Item]) -> None:
-    """Mark the tests of ``daily(group, count)``: ``count`` of each group in a file, drawn today, are long, the others
-    slow."""
-    groups: dict[tuple[str, str, int], list[pytest.Item]] = defaultdict(list)
+    """Mark the tests of ``daily(group, count)``: ``count`` of each group, drawn today of those that are collected,
+    whichever files they are in, are long, the others slow."""
+    groups: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if (mark := item.get_closest_marker("daily")) and not item.get_closest_marker("slow"):
-            group, count = mark.args
-            groups[item.nodeid.partition("::")[0], group, count].append(item)
-    for (file, group, count), members in groups.items():
-        names = draw(f"{file} {group}", sorted(each.nodeid for each in members), count)
+            groups[mark.args].append(item)
+    for (group, count), members in groups.items():
+        names = draw(group, sorted(each.nodeid for each in members), count)
         for each in members:
             each.add_marker(pytest.mark.long if each.nodeid in names else pytest.mark.slow)

@@ -76,5 +76,5 @@ def be_script(
 
 
 START = pytest.mark.parametrize(
-    "start", [on_ranks, pytest.param(launch, marks=pytest.mark.daily("by the launcher", 1))]
+    "start", [on_ranks, pytest.param(launch, marks=pytest.mark.daily("by the launcher", 2))]
 )

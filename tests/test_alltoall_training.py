@@ -89,7 +89,7 @@ def train_all(rank: int, world_size: int, folder: str, ways: list[str]) -> dict[
 
 
 @pytest.mark.long
-@sampled("ways", [draw("ways of a training run", list(WAYS), 2), list(WAYS)], kept=[0], drawn=0, ids=["two", "all"])
+@sampled("ways", [draw("way of a training run", list(WAYS), 1), list(WAYS)], kept=[0], drawn=0, ids=["one", "all"])
 def test_the_all_to_all_changes_no_number_of_a_training_run_and_is_traced(ways: list[str], tmp_path: Path) -> None:
     for equal in run_on_ranks(train_all, 4, tmp_path / "ranks", str(tmp_path), ways):
         assert equal == dict.fromkeys(ways, True)

@@ -54,6 +54,7 @@ for where in ({"args": args}, {"config": config}, {"config": own}):
     kinds = type(engine).__name__, type(model.deepspeed_moe).__name__
     assert (kinds == ("FSMoEEngine", "FSMoELayer")) == (order != "stock"), kinds
     print(f"rank {args.local_rank}: {order}, its own argument is {args.fsmoe}", flush=True)
+torch.distributed.destroy_process_group()  # with those of gloo a process may abort at its exit
 """
 
 

@@ -15,8 +15,8 @@ MOST = 1.03
 """Of stock's peak."""
 
 
-STEPS = {True: 3, False: 5}
-"""Of stock, and of ours: the first makes what the others use again; three are observed, and the last one has a plan."""
+STEPS = {True: [slice(1, 4)], False: [slice(1, 4), slice(4, 7)]}
+"""Of stock, and of ours: the first makes what the others use again; three are observed, and three have a plan."""
 # DeepSpeed's own MoE layers refuse stage 3.
 CASES = [
     Case(family, zero, micro_batches=micro_batches, ep=1, load=None)
@@ -27,8 +27,12 @@ CASES = [
 
 
 def peaks(rank: int, world_size: int, case: Case) -> list[int]:
-    """Stock's peak and ours, over all steps but the first."""
-    return [max(peaks_of(case, rank, world_size, stock, steps, beside=True)[0][1:]) for stock, steps in STEPS.items()]
+    """Stock's peak and ours, of like steps the least: gloo's thread holds a message for a moment after its wait."""
+    found = []
+    for stock, alike in STEPS.items():
+        of_steps, _ = peaks_of(case, rank, world_size, alike[-1].stop, stock, beside=True)
+        found.append(max(min(of_steps[each]) for each in alike))
+    return found
 
 
 @pytest.mark.long

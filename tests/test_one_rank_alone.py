@@ -40,6 +40,7 @@ def looks_soon(engine: Any) -> None:
     """From here on nothing but a hang takes so long: every rank is at the same place, and knows its communicators."""
     watchdog = engine.fsmoe.running._watchdog
     watchdog._hang_timeout_s, watchdog._is_first_use, watchdog._others._every = 4.0, False, 1
+    watchdog._poll_s = 3.0  # for so long, twice, a rank that has found a hang leaves the others to find it too
     dist.barrier()
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_fsmoe.telemetry.record import OF_PROCESS, ON_DEVICE, StepLog, TokenCount, commit_of, memory_reader
+from tests.waiting import LIMIT_S
 
 # ---- where a run came from
 
@@ -33,6 +34,7 @@ def test_a_commit_is_that_of_the_script_and_says_whether_files_were_changed(
     elsewhere.mkdir()
     repository.mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    monkeypatch.setattr("ds_fsmoe.telemetry.record._GIT_S", LIMIT_S)
     monkeypatch.chdir(elsewhere)
     script = repository / "train.py"
     script.write_text("1\n")

@@ -172,10 +172,10 @@ def test_layouts_that_are_about_as_fast_run_again_and_no_others(tune: Any) -> No
 
 
 def test_layouts_that_cannot_run_are_rows_and_a_config_that_cannot_is_replaced_by_one_that_fits(tune: Any) -> None:
-    found = tune({"2": 100, "1": "fail", "4": "hang"}, "--limit-s", "3")
+    found = tune({"2": 100, "1": "fail", "4": "hang"}, "--limit-s", "6")
     assert (found.status, len(found.configs), found.tuned) == (0, 3, None)
     lines = found.out.splitlines()
-    for size, state in {1: "failed: ValueError: experts: are not divisible", 4: "ended after 3 s"}.items():
+    for size, state in {1: "failed: ValueError: experts: are not divisible", 4: "ended after 6 s"}.items():
         assert next(line for line in lines if line.startswith(f"ep_size = {size}  ")).endswith(state)
     found = tune({"2": "memory", "1": 130, "4": 120})
     assert (found.status, found.tuned["fsmoe"]["ep_size"]) == (0, 4)
@@ -254,7 +254,7 @@ def test_what_a_launcher_has_started_has_time_to_end_its_ranks(tmp_path: Path) -
     below += "begun.touch(); signal.pause()"
     launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
     subject = TrainingCommand({}, [sys.executable, "-c", launcher, below], "", [])
-    assert run_training("tune", subject, PlannedRun(OURS, tmp_path / "run", 9, False, tmp_path), 5.0) == OUT_OF_TIME
+    assert run_training("tune", subject, PlannedRun(OURS, tmp_path / "run", 9, False, tmp_path), 8.0) == OUT_OF_TIME
     assert (tmp_path / "begun").exists()
     assert (tmp_path / "done").exists()
 
@@ -417,7 +417,7 @@ while True:
 """
 
 
-@pytest.mark.long
+@pytest.mark.daily("commands", 2)
 def test_a_script_that_knows_nothing_of_us_is_tuned_on_two_ranks_and_ends_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from tests.gradient_cases import LOOPS, Run, let_deepspeed_read_nothing, trainin
 from tests.ranks import run_on_ranks
 from tests.samples import draw
 from tests.test_gradients_against_stock import BY_RULE
-from tests.waiting import linger
+from tests.waiting import LIMIT_S, linger
 
 NODES = (("topology.ranks_per_node", 2),)
 
@@ -186,7 +186,7 @@ def steps_and_messages(rank: int, world_size: int) -> None:
     may_travel, exchange, ended = threading.Event(), updated_parameters.exchange_sized, reducer.end_gathers
 
     def held(*args: Any) -> torch.Tensor:
-        assert may_travel.wait(60)
+        assert may_travel.wait(LIMIT_S)
         result = exchange(*args)
         log.append("a message has come")
         return result

@@ -22,7 +22,7 @@ from ds_fsmoe.observing import other_ranks
 from ds_fsmoe.observing.other_ranks import PeerReports
 from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.schedule import Lane, Task
-from tests.fake_clock import SteppedClock
+from tests.fake_clock import Patient, SteppedClock
 from tests.waiting import until
 from tests.watchdog_cases import (
     LOOKS_FOR_A_HANG,
@@ -37,6 +37,11 @@ from tests.watchdog_cases import (
 
 FIXTURES = (file, lanes, nobody_looks_after_sigterm)  # which pytest finds by their names here
 Names = Callable[[], list[str]]
+
+
+def patient(lanes: Lanes, file: Path) -> Watchdog:
+    """One that takes nothing for a hang, and waits for its reports."""
+    return Watchdog(lanes, 300, file, host=Patient())
 
 
 def test_time_between_runs_slow_tasks_and_many_short_waits_are_no_hang(lanes: Lanes, file: Path) -> None:
@@ -252,7 +257,7 @@ def fail(task: Task) -> None:
 
 
 def test_an_error_of_a_run_is_reported_once_and_later_ones_beneath(lanes: Lanes, file: Path) -> None:
-    with closing(Watchdog(lanes, 300, file)) as watchdog:
+    with closing(patient(lanes, file)) as watchdog:
         for number in (1, 2):
             with pytest.raises(ValueError, match="on purpose") as caught:
                 run_once(lanes, fail, f"L{number:02d}/forward")
@@ -273,7 +278,7 @@ def test_a_report_of_an_earlier_job_is_replaced_and_errors_that_go_on_do_not_fil
     file.parent.mkdir()
     file.write_text("reason: of an earlier job")
     counts = []
-    with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)) as watchdog:
+    with closing(SerialLanes()) as lanes, closing(patient(lanes, file)) as watchdog:
         assert file.read_text() == "reason: of an earlier job"
         for _ in range(19):
             watchdog.failed(ValueError())
@@ -284,7 +289,7 @@ def test_a_report_of_an_earlier_job_is_replaced_and_errors_that_go_on_do_not_fil
 def test_two_watchdogs_of_a_process_report_to_files_of_their_own(file: Path) -> None:
     before = sys.excepthook
     with closing(SerialLanes()) as lanes:
-        first, second = Watchdog(lanes, 300, file), Watchdog(lanes, 300, file)
+        first, second = patient(lanes, file), patient(lanes, file)
         error = ValueError()
         sys.excepthook(ValueError, error, None)
         assert len(error.__notes__) == 2
@@ -341,7 +346,7 @@ def test_a_handler_that_was_there_is_called_once_the_report_is_written_also_if_a
     with (
         sigterm_calls(lambda number, frame: found.append(file.read_text())),
         closing(SerialLanes()) as lanes,
-        closing(Watchdog(lanes, 300, file)),
+        closing(patient(lanes, file)),
     ):
         if has_event_loop:
             signal.set_wakeup_fd(-1)
@@ -356,7 +361,7 @@ def test_a_handler_that_was_there_is_called_once_the_report_is_written_also_if_a
 
 
 def test_ending_a_job_by_hand_is_no_error_unless_it_was_in_a_run(file: Path) -> None:
-    with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)) as watchdog:
+    with closing(SerialLanes()) as lanes, closing(patient(lanes, file)) as watchdog:
         sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)
         assert not file.exists()
         watchdog.failed(KeyboardInterrupt())
@@ -364,12 +369,12 @@ def test_ending_a_job_by_hand_is_no_error_unless_it_was_in_a_run(file: Path) -> 
 
 
 def test_sigterm_that_is_ignored_or_looked_after_by_an_event_loop_is_left_alone(file: Path, our_threads: Names) -> None:
-    with sigterm_calls(signal.SIG_IGN), closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)):
+    with sigterm_calls(signal.SIG_IGN), closing(SerialLanes()) as lanes, closing(patient(lanes, file)):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     out, into = os.pipe()
     os.set_blocking(into, False)
     signal.set_wakeup_fd(into)
-    with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)):
+    with closing(SerialLanes()) as lanes, closing(patient(lanes, file)):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         assert our_threads() == ["fsmoe-watchdog"]
     assert signal.set_wakeup_fd(-1) == into
@@ -382,7 +387,7 @@ def test_hooks_that_someone_else_has_taken_over_pass_on_after_close(file: Path) 
     before = sys.excepthook
     with sigterm_calls(lambda number, frame: calls.append("stock")), closing(SerialLanes()) as lanes:
         sys.excepthook = lambda *error: calls.append("stock error")
-        watchdog = Watchdog(lanes, 300, file)
+        watchdog = patient(lanes, file)
         ours, our_excepthook = signal.getsignal(signal.SIGTERM), sys.excepthook
         theirs = [lambda number, frame: ours(number, frame), lambda *error: our_excepthook(*error)]
         signal.signal(signal.SIGTERM, theirs[0])
@@ -390,7 +395,7 @@ def test_hooks_that_someone_else_has_taken_over_pass_on_after_close(file: Path) 
         watchdog.close()
         assert [signal.getsignal(signal.SIGTERM), sys.excepthook] == theirs
         # Another one on top: each hook calls the one before, none calls itself.
-        with closing(Watchdog(lanes, 300, file)):
+        with closing(patient(lanes, file)):
             signal.raise_signal(signal.SIGTERM)
             sys.excepthook(ValueError, ValueError("on purpose"), None)
         assert [signal.getsignal(signal.SIGTERM), sys.excepthook] == theirs
@@ -422,8 +427,8 @@ def test_lanes_that_are_forgotten_end_their_watchdog(file: Path, our_threads: Na
         gc.collect()
         hangs.clock.allow()
         until(lambda: not hangs.watchdog._thread.is_alive())
-    # The thread could not give SIGTERM back; the next watchdog has it.
-    with closing(SerialLanes()) as lanes, closing(Watchdog(lanes, 300, file)):
+    until(lambda: our_threads() == [])
+    with closing(SerialLanes()) as lanes, closing(patient(lanes, file)):
         assert our_threads() == ["fsmoe-sigterm", "fsmoe-watchdog"]
     until(lambda: our_threads() == [])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

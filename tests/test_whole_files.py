@@ -21,12 +21,12 @@ from ds_fsmoe.files import runs
 from ds_fsmoe.files.traces import rank_file, trace_of, write_trace
 from ds_fsmoe.files.whole_files import append_to, new_file, write_whole
 from ds_fsmoe.measuring.cache import MeasurementCache, Measurements
-from ds_fsmoe.observing.clock import Clock
 from ds_fsmoe.observing.watchdog import Watchdog
 from ds_fsmoe.planning.cluster import Cluster
 from ds_fsmoe.planning.timeline import Contention
 from ds_fsmoe.untrusted import read_regular
-from tests.waiting import make_older
+from tests.fake_clock import Patient
+from tests.waiting import LIMIT_S, make_older
 
 FINGERPRINT = {"host": "here"}
 
@@ -39,13 +39,6 @@ def keep(folder: Path) -> Path:
     cache = MeasurementCache(folder)
     cache.write(FINGERPRINT, Measurements({}, {"some": 1.0}), CLUSTER)
     return cache.file_of(FINGERPRINT)
-
-
-class Patient(Clock):
-    """A clock by which a report is waited for, however long the disk takes."""
-
-    def join(self, thread: threading.Thread, limit_s: float) -> None:
-        thread.join()
 
 
 def report_error(folder: Path) -> Path:
@@ -133,7 +126,7 @@ def test_lines_are_not_added_to_what_a_link_names(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "mine"
 
 
-def within_a_minute(do: Callable[[], Any]) -> Any:
+def unless_it_waits(do: Callable[[], Any]) -> Any:
     """What it returns, or the error; in a thread, for a pipe keeps whoever waits at it for ever."""
     found: list[Any] = []
 
@@ -145,7 +138,7 @@ def within_a_minute(do: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(LIMIT_S)
     assert found, "it waits"
     return found[0]
 
@@ -160,22 +153,22 @@ def test_pipes_and_devices_are_neither_read_nor_waited_at_nor_replaced(tmp_path:
         lambda: write_whole(pipe, "x"),
         lambda: write_whole(Path("/dev/full"), "x"),
     ):
-        assert "is not a regular file" in str(within_a_minute(refused))
+        assert "is not a regular file" in str(unless_it_waits(refused))
     # Nobody reads at the other end, so it cannot be opened; were there somebody, it would be refused.
-    assert "No such device" in str(within_a_minute(lambda: append_to(pipe, "x")))
+    assert "No such device" in str(unless_it_waits(lambda: append_to(pipe, "x")))
     place, cache = keep(folder), MeasurementCache(folder)
     for put in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
         place.unlink()
         put(place)
-        assert within_a_minute(lambda: [cache.read(FINGERPRINT)]) == [None]
-        within_a_minute(lambda: keep(folder))
+        assert unless_it_waits(lambda: [cache.read(FINGERPRINT)]) == [None]
+        unless_it_waits(lambda: keep(folder))
         place.unlink()
         keep(folder)
         assert cache.read(FINGERPRINT) is not None
     record_run(tmp_path)
     for name in (runs.STEPS, runs.PLANS):
         os.mkfifo(tmp_path / name)
-    assert within_a_minute(lambda: [main(["report", str(tmp_path)])]) == [0]
+    assert unless_it_waits(lambda: [main(["report", str(tmp_path)])]) == [0]
     assert f"{runs.STEPS} cannot be read" in capsys.readouterr().out
 
 

@@ -302,7 +302,7 @@ def said_by_ranks(lines: list[str]) -> list[str]:
 
 
 @needs_bed
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 def test_a_job_runs_on_every_rank_with_its_nodes_name_until_one_of_them_dies(
     clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,7 +320,7 @@ def test_a_job_runs_on_every_rank_with_its_nodes_name_until_one_of_them_dies(
 
 
 @needs_bed
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 def test_a_job_runs_on_several_ranks_of_each_node(clean: None, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -333,7 +333,7 @@ def test_a_job_runs_on_several_ranks_of_each_node(clean: None, tmp_path: Path) -
 
 
 @needs_bed
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 def test_a_dead_rank_beside_others_of_its_node_ends_its_job(
     clean: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -394,7 +394,7 @@ def test_what_cannot_be_run_is_named(clean: None, capsys) -> None:
 
 
 @needs_bed
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 def test_a_benchmark_measures_on_the_bed(clean: None, tmp_path: Path) -> None:
     Bed(NAME, inter="50mbit", intra="200mbit").up()
     script = str(ROOT / "benchmarks" / "cases" / "bench_bed.py")
@@ -424,7 +424,7 @@ def test_the_links_inside_a_node_and_between_nodes_work_at_once(clean: None) -> 
 
 
 @needs_bed
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 @pytest.mark.parametrize("mode", ["independent", "shared"])
 def test_the_self_test_reports_links_collectives_overlap_and_kappa(mode: str, clean: None, tmp_path, capsys) -> None:
     Bed(NAME, inter="50mbit", intra="200mbit", mode=mode).up()

@@ -59,7 +59,7 @@ def train_both(rank: int, world_size: int, stage: int) -> dict[str, list[float]]
     return losses
 
 
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_auto_ep_trains_as_stock_does_from_the_same_weights(stage: int, tmp_path: Path) -> None:
     for losses in run_on_ranks(train_both, 2, tmp_path, stage):

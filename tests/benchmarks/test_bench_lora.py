@@ -37,7 +37,7 @@ def run(folder: Path, ranks: int) -> str:
     return done.stdout
 
 
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_variant_has_rows_and_the_losses_of_stock(ranks: int, tmp_path: Path) -> None:
     printed = run(tmp_path, ranks)

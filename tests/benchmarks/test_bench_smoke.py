@@ -91,7 +91,7 @@ def test_every_benchmark_runs_here_or_is_named() -> None:
 
 
 # A minute and more each, beside other tests.
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 @pytest.mark.parametrize("job", JOBS)
 def test_a_benchmark_runs_and_its_rows_can_be_shown(bed: Bed, job: str, tmp_path: Path) -> None:
     arguments, files = JOBS[job]

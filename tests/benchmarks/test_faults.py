@@ -36,7 +36,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 # Three launches each. What they are made of is also tested rank by rank: reports in test_watchdog_processes.py, losses
 # after a resume in test_resume.py, whole checkpoints after a kill in test_publishing.py.
-@pytest.mark.daily("benchmarks", 1)
+@pytest.mark.daily("benchmarks", 4)
 @pytest.mark.parametrize("trial", BY_LAUNCHERS, ids=str)
 def test_a_job_ends_soon_and_its_next_start_goes_on_unbroken(trial: Trial, tmp_path: Path, expected: dict) -> None:
     outcome = try_it(trial, tmp_path, expected(trial.stage), LIMIT_S)
