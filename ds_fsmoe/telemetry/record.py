@@ -48,9 +48,14 @@ ON_DEVICE, OF_PROCESS = "allocated on the device", "resident in the process"
 
 def end_process_groups() -> None:
     """End the process groups, if a script that was stopped has not: with those of gloo a process may abort at its exit
-    (https://github.com/pytorch/pytorch/issues/190489)."""
+    (https://github.com/pytorch/pytorch/issues/190489).
+
+    Threads of groups that the script still refers to go on. They need the interpreter's lock to free the last messages,
+    and abort if they ask for it while the interpreter ends: they have time to do so here.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(0.1)
 
 
 class TokenCount:
@@ -308,8 +313,7 @@ class Record:
             write_json(self._folder / RUN, self._facts)
         file = None if self._folder is None else self._folder / STEPS
         # If reading a time needs no wait, a killed process leaves all its steps.
-        counts = file is not None and first_layer is not None
-        self.tokens = TokenCount(first_layer) if counts else None
+        self.tokens = None if file is None or first_layer is None else TokenCount(first_layer)
         """The count of tokens; ``None``: nothing counts them."""
         write_every = _WRITE_EVERY if engine.device.type == "cuda" else 1
         self.steps = StepLog(engine, file, write_every, stop_after, self.tokens, stop_after_settled)
