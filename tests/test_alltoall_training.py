@@ -158,7 +158,7 @@ def tuned(rank: int, world_size: int, folder: str) -> tuple[set[str], list[Any],
     return compared, planned_with, chosen
 
 
-@pytest.mark.long
+@pytest.mark.daily("the autotuner in trainings", 2)
 def test_the_autotuner_compares_once_per_node_where_rows_are_sent(tmp_path: Path) -> None:
     """It plans with the crossings that the tokens of the first forward had."""
     found = run_on_ranks(tuned, 4, tmp_path / "ranks", str(tmp_path / "cache"))
@@ -227,7 +227,7 @@ def by_choice(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.daily("the autotuner in trainings", 2)
 def test_the_autotuner_sends_no_empty_slots_equal_to_rounding_and_never_where_bits_are_kept(tmp_path: Path) -> None:
     for found in run_on_ranks(by_choice, 4, tmp_path):
         padded, chosen = found["padded"], found["by choice"]

@@ -103,7 +103,7 @@ def with_config_inside(config: Path, folder: Path) -> Path:
     return script
 
 
-@pytest.mark.daily("commands", 2)
+@pytest.mark.daily("commands", 1)
 @pytest.mark.parametrize("inside", [False, True], ids=["file", "in the script"])
 def test_an_untouched_script_is_compared_with_itself(
     inside: bool, comparing: Comparing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

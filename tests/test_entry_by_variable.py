@@ -148,7 +148,7 @@ def losses_of_trl(folder: Path, site: Path, out: str, **variables: str) -> tuple
     return [each["loss"] for each in history if "loss" in each], done.stdout
 
 
-@pytest.mark.daily("commands", 2)
+@pytest.mark.daily("commands", 1)
 def test_trls_command_trains_as_it_is_with_the_losses_of_stock_deepspeed(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
     with (site / "sitecustomize.py").open("a") as file:

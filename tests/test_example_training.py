@@ -50,7 +50,7 @@ def main_job(folder: Path, start: Start, moe: str, config: str) -> dict:
     return json.loads(metrics.read_text())
 
 
-@pytest.mark.daily("examples", 2)
+@pytest.mark.daily("examples", 1)
 @START
 @pytest.mark.parametrize("config", ["gpt_moe_small.json", "gpt_moe_small_bf16_zero2.json"])
 def test_the_main_job_learns_and_equals_stock(config: str, start: Start, tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_the_demo_calls_only_equal_finite_losses_the_same() -> None:
         assert demo.compared_rows(diverged, diverged)[1] == math.inf
 
 
-@pytest.mark.daily("examples", 2)
+@pytest.mark.daily("examples", 1)
 def test_the_demo_leaves_a_report_with_a_timeline_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "RUNS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo.py", "--steps", "12"])

@@ -16,7 +16,7 @@ from tests.scripts import ROOT, START, Start, be_script, free_port
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.daily("examples", 2)
+@pytest.mark.daily("examples", 1)
 @START
 def test_digits_that_were_not_seen_are_read(start: Start, tmp_path: Path) -> None:
     printed = start(tmp_path, str(EXAMPLES / "digits.py"))
@@ -40,7 +40,7 @@ def test_a_checkpoint_that_has_moved_goes_on_as_if_it_had_not(tmp_path: Path) ->
     assert saved[1] < saved[0]
 
 
-@pytest.mark.daily("examples", 2)
+@pytest.mark.daily("examples", 1)
 @START
 def test_a_run_is_tuned_planned_from_and_reported(
     start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -74,7 +74,7 @@ def test_an_untouched_script_trains_with_either(with_ours: bool, start: Start, t
 FINETUNE = {"ours": ["--stage", "3", "--chunks", "2"], "stock": ["--stage", "2", "--stock"]}
 
 
-@pytest.mark.daily("examples", 2)
+@pytest.mark.daily("examples", 1)
 @START
 @sampled("names", [["ours"], ["ours", "stock"]], ids=["learns", "as stock"])
 def test_a_hugging_face_model_learns_and_has_the_losses_of_stock_deepspeed(
@@ -92,7 +92,7 @@ def test_a_hugging_face_model_learns_and_has_the_losses_of_stock_deepspeed(
     assert losses["ours"][-1] < 0.7 * losses["ours"][0]
 
 
-@pytest.mark.daily("examples", 2)
+@pytest.mark.daily("examples", 1)
 @START
 @sampled("policies", [["balanced"], ["balanced", "off"]], ids=["moves", "as without"])
 def test_experts_move_to_where_the_tokens_are(policies: list[str], start: Start, tmp_path: Path) -> None:

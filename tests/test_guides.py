@@ -56,7 +56,7 @@ def checkout(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT, tmp_path / "checkout", ignore=NOT_COPIED))
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 def test_a_gate_is_added_as_printed(checkout: Path) -> None:
     guide = part(PAGE, "Add a gate")
     gate, formula = (textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```(?:python)?\n(.*?)^ *```$", guide))
@@ -78,7 +78,7 @@ def test_a_gate_is_added_as_printed(checkout: Path) -> None:
     run(checkout, laws, "python -m tools.config_page", pages)
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 def test_an_all_to_all_is_added_as_printed(checkout: Path) -> None:
     guide = part(PAGE, "Add an all-to-all")
     (code,) = re.findall(r"(?ms)^ *```python\n(.*?)^ *```$", guide)
@@ -117,7 +117,7 @@ IMPORTED = {
 }
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 def test_a_kind_of_task_is_added_as_printed(checkout: Path) -> None:
     guide, package = part(PAGE, "Add a task kind"), checkout / "ds_fsmoe"
     code = [textwrap.dedent(each) for each in re.findall(r"(?ms)^ *```\n(.*?)^ *```$", guide)]
@@ -151,7 +151,7 @@ print(sorted({order.degree for order in found if order.links == "shared"}))
 """
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 def test_a_rule_is_added_as_printed_and_every_plan_obeys_it(checkout: Path) -> None:
     (checkout / "obeyed.py").write_text(OBEYED)
     assert run(checkout, "python obeyed.py") == "[1, 2, 3, 4]"

@@ -160,7 +160,7 @@ def by_the_tuner(rank: int, world_size: int) -> None:
     engine.destroy()
 
 
-@pytest.mark.long
+@pytest.mark.daily("the autotuner in trainings", 2)
 def test_the_autotuner_gives_the_same_degrees_and_does_not_try_others(tmp_path: Path) -> None:
     run_on_ranks(by_the_tuner, 2, tmp_path)
 

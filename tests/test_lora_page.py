@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 from tests.pages import PAGES, Reader, blocks_of, files_of
 from tests.scripts import ROOT
 
-pytestmark = pytest.mark.daily("pages", 2)
+pytestmark = pytest.mark.daily("pages", 1)
 
 PAGE = PAGES["docs/lora.md"]
 FILES = files_of(PAGE)

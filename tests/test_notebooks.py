@@ -28,6 +28,7 @@ def test_a_notebook_is_valid_and_kept_without_what_differs_from_run_to_run(path:
     assert f"examples/notebooks/{path.name}" in (ROOT / "docs" / "install.md").read_text()
 
 
+@pytest.mark.daily("commands", 1)
 def test_the_notebook_of_the_report_trains_both_ways_and_shows_the_report(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -211,7 +211,7 @@ sys.meta_path.append(Finder)
     assert len(names) == 2, "they would build over one another"
 
 
-@pytest.mark.daily("commands", 2)
+@pytest.mark.daily("commands", 1)
 def test_a_wheel_built_with_ops_needs_no_build_to_run_them(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     if shutil.which(os.environ.get("CXX", "c++")) is None:

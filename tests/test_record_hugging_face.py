@@ -66,7 +66,7 @@ def trained(rank: int, world_size: int, folder: str, family: str, stage: int, ch
     return found
 
 
-@pytest.mark.daily("commands", 2)
+@pytest.mark.daily("commands", 1)
 def test_a_model_that_is_watched_trains_as_without_and_is_recorded_traced_reported_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,7 +197,7 @@ def tried_and_stock(rank: int, world_size: int, accumulation: int) -> dict[str, 
     }
 
 
-@pytest.mark.long
+@pytest.mark.daily("the autotuner in trainings", 2)
 @sampled("accumulation", [1, 2], kept=[0])
 def test_plans_are_tried_in_whole_steps_and_ranks_keep_the_same(accumulation: int, tmp_path: Path) -> None:
     first, second = run_on_ranks(tried_and_stock, 2, tmp_path, accumulation)

@@ -417,7 +417,7 @@ while True:
 """
 
 
-@pytest.mark.daily("commands", 2)
+@pytest.mark.daily("commands", 1)
 def test_a_script_that_knows_nothing_of_us_is_tuned_on_two_ranks_and_ends_by_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

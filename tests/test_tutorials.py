@@ -34,18 +34,18 @@ def test_a_tutorial_of_each_kind_has_commands_and_shows_what_they_print() -> Non
         assert "text" in languages[languages.index("sh") :]
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 def test_a_gate_of_ones_own_is_checked_and_trains(tmp_path: Path) -> None:
     Reader(tmp_path).follow(TUTORIALS["extend"])
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 @pytest.mark.parametrize("name", ["install", "checkpoints", "planning", "monitor"])
 def test_a_tutorial_does_what_it_says(name: str, tmp_path: Path) -> None:
     Reader(tmp_path).follow(TUTORIALS[name])
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 def test_qwen3_is_fine_tuned_saved_and_exported_with_a_tiny_model_under_its_name(tmp_path: Path) -> None:
     """The script as the page prints it, its config with torch's own AdamW, and 32 lines to train on."""
     (config,) = (json.loads(content) for language, content in blocks_of(TUTORIALS["qwen3"]) if language == "json")
@@ -101,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.daily("pages", 2)
+@pytest.mark.daily("pages", 1)
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_and_prints_what_the_page_shows(name: str, folder: Path) -> None:
     printed = launch(folder, "--module", "ds_fsmoe.run", name, **ON_CPU, HF_HUB_OFFLINE="1")
