@@ -234,6 +234,7 @@ NOT_MEASURED = (
     Excuse("docs/autotuner.md", "# Watch: drift", OF_OTHERS),
     Excuse("benchmarks/notes/autotuner.md", "# Predict and choose", OF_OTHERS),
     Excuse("benchmarks/notes/autotuner.md", "# Try", OF_OTHERS),
+    Excuse("docs/ep-size.md", "# How well it chooses", "of five blocks and so without intervals, in benchmarks/LOG.md"),
     Excuse("docs/ep-size.md", "# Try it with your script", "printed by a run of 2026-11-30, in benchmarks/LOG.md"),
     Excuse("docs/compatibility.md", "# Versions", OF_OTHERS),
     Excuse("docs/qwen3.md", "# 2. Does it fit, and what is the speedup?", SIMULATED),
