@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,10 +57,14 @@ def test_the_next_start_uses_the_size_for_the_batches_that_were_seen(
     assert (size, said.partition(";")[0]) == (1, "1 of 1, 2, 4 for 4096 tokens a micro-batch on what the last run saw")
     # Another batch, model or cluster is another job, and nothing is known of it; nor where it may not be used.
     config = ds_config(1)
+    no_overlap = {"zero_optimization": config["zero_optimization"] | {"overlap_comm": False}}
     others: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({}, {"ds_config": config | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}}),
         ({}, {"ds_config": config | {"gradient_accumulation_steps": 4}}),
         ({}, {"ds_config": ds_config(3)}),
+        ({}, {"ds_config": config | no_overlap}),
+        ({}, {"ds_config": {}}),
+        ({"gradient_partition": {"levels": 1}}, {}),
         ({}, {"topology": topology_of_size(4, 4)}),
         ({"deterministic": True, "trace": {"cluster": "testbed_b"}}, {}),
     ]
@@ -133,7 +138,7 @@ def test_a_length_that_is_exceeded_is_said_once_and_sizes_are_predicted_again(
     run_steps(watched, 10, 4000, 4192)
     (line,) = (each.message for each in caplog.records)
     assert '4192 at the most, not 128 ("sequence_length": 128): 1 is predicted to be ' in line
-    assert line.endswith('times as fast as 2; set "sequence_length": 4192 and restart from a checkpoint to have it')
+    assert line.endswith('times as fast as 2; set "sequence_length": 4096 and restart from a checkpoint to have it')
     # What the config has is not remembered.
     assert list(learned_batches.all_files()) == []
 
@@ -149,6 +154,48 @@ def test_a_length_that_is_exceeded_is_said_once_also_where_no_size_can_be_predic
     (line,) = (each.message for each in caplog.records)
     seen = 'micro-batches have 140 tokens on average, 140 at the most, not 128 ("sequence_length": 128)'
     assert line == f"ep_size: {seen}, and no size is predicted for them: no link"
+
+
+def test_a_remembered_size_is_predicted_again_in_each_run(asked: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ds_fsmoe")
+    choice({})._predictor(1).keep(learned_batches.LearnedBatches(4096, 4))
+    for size, lines in ((4, 1), (1, 0)):
+        caplog.clear()
+        made = choice({})
+        assert made.choose() == size
+        running: Any = SimpleNamespace(block=made.block, instruments=[])
+        watched = watched_lengths(made.modules, ds_config(1), size, "L00", running)
+        assert watched is not None
+        run_steps(watched, 100, 4096)
+        assert [each.message for each in caplog.records if "the next start will use ep_size = 1" in each.message] == [
+            each.message for each in caplog.records
+        ]
+        assert len(caplog.records) == lines
+    assert asked == [4096, 4096]
+
+
+def test_where_no_folder_can_be_had_nothing_is_remembered_and_a_line_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    learned = learned_batches.LearnedBatches(4096, 1)
+
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "file").write_text("")
+    for name, folder in (("set", str(tmp_path / "file")), ("no home", "")):
+        caplog.clear()
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        monkeypatch.setattr(Path, "home", homeless)
+        choice({})._predictor(1).keep(learned)
+        assert "ep_size: the next start will not know of this: " in caplog.text, name
+        assert choice({}).choose() == 2
+        assert cli.main(["remembered"]) == 0
+        assert capsys.readouterr().out == "nothing is remembered\n"
+    assert [cli.main(["remembered", "--forget", *names]) for names in ([], ["one"])] == [0, 1]
 
 
 def test_a_remembered_size_that_does_not_fit_is_ignored_with_a_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,6 +171,12 @@ def test_layouts_that_are_about_as_fast_run_again_and_no_others(tune: Any) -> No
     assert found.tuned is None
 
 
+def test_a_config_of_an_earlier_run_is_named_where_none_is_written(tune: Any, config: Path) -> None:
+    (earlier := config.with_name("ds_config.tuned.json")).write_text("{}")
+    said = tune({"2": 50, "1": 90, "4": 90}).out
+    assert f"it stays, and nothing is written; {earlier} is of an earlier run\n" in said
+
+
 def test_layouts_that_cannot_run_are_rows_and_a_config_that_cannot_is_replaced_by_one_that_fits(tune: Any) -> None:
     found = tune({"2": 100, "1": "fail", "4": "hang"}, "--limit-s", "6")
     assert (found.status, len(found.configs), found.tuned) == (0, 3, None)

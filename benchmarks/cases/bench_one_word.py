@@ -151,6 +151,9 @@ def main() -> None:
     parser.add_argument(
         "--length", type=int, help="of samples, in place of each model's own; settings stay those of it"
     )
+    parser.add_argument(
+        "--links", help="words for the links, in the case's name, where they are not 100 and 400 Mbit/s"
+    )
     parser.add_argument("--variants", nargs="*", help="besides stock (all, and stock with no more memory)")
     parser.add_argument("--sweep", action="store_true", help="look for the fastest settings first")
     parser.add_argument("--tiny", action="store_true", help="to see that all runs")
@@ -168,6 +171,8 @@ def main() -> None:
         if args.length:
             where = ", one node" if ranks_per_node() == dist.get_world_size() else ""
             case = Case(f"{case.name}, L {args.length}{where}", replace(case.settings, L=args.length))
+        if args.links:
+            case = replace(case, name=f"{case.name}, {args.links}")
         named: dict[str, Training] = {}
         memories: dict[str, StepMemory] = {}
         wanted = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from ds_fsmoe import registry
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.config.blocks import PipelineDegreeBlock
+from ds_fsmoe.log import log_on_rank_0
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.decide.gradient_plan import GradientPlan, GradientSlice
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
@@ -128,7 +128,7 @@ class ReadPlans:
     """Holds the plans that were read from a checkpoint and can be run."""
 
     layers: Mapping[str, LayerPlan]
-    """Maps each layer's label -> its plan."""
+    """Maps each layer's label -> its plan; empty where the config does not allow them any more."""
     gradients: tuple[GradientPlan, Any, Any] | None
     placements: Mapping[str, ExpertPlacement] | None = None
     """Maps each layer's label -> where its experts were; ``None``: they could not move then, or cannot now."""
@@ -147,7 +147,8 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
     if set(layers) != inner.keys():
         raise ValueError(f"plans of layers {sorted(layers)}: the model has {sorted(inner)}")
-    most = _most_chunks(state.block.pipeline_degree)
+    # To write a schedule of very many would take hours.
+    most = max(_MIN_MAX_CHUNKS, state.block.pipeline_degree.most)
     for label, each in layers.items():
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
         if chunks > most:
@@ -198,10 +199,14 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
         raise CheckpointError(f"{file} has format {loaded['format']!r}: this version reads {STATE_FORMAT}")
     check_random_states(loaded["random"])
     plans = json.loads(loaded["plans"])
+    read = read_plans(state, plans) if plans is not None and plans_fit else None
+    if read is not None and (field := _changed_field(state, read)):
+        log_on_rank_0(f"{file.parent}: its plans are not used, as fsmoe.{field} does not allow them")
+        read = replace(read, layers={}, gradients=None, is_tuned=False)
     counted, paths = loaded.get("paths"), state.paths
     return RankState(
         loaded["random"],
-        read_plans(state, plans) if plans is not None and plans_fit else None,
+        read,
         None if counted is None or paths is None else paths.read_state(counted),
     )
 
@@ -225,20 +230,14 @@ def read_paths(files: Iterable[Path], profiler: PathProfiler) -> dict[str, PathP
     return {label: PathProfile.merged(read[label] for read in each_read) for label in none}
 
 
-def _most_chunks(allowed: PipelineDegreeBlock) -> int:
-    """Return the largest number of chunks that a plan may have; to write a schedule of very many would take hours."""
-    asked = (each for each in (allowed.forward, allowed.backward) if isinstance(each, int))
-    return max(_MIN_MAX_CHUNKS, allowed.max, *asked)
-
-
 def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
     """Use plans from now on, without measuring. Collective; called before the next forward.
 
     Raises:
         DisagreementError: on every rank, if ranks have different plans.
     """
-    for label, layer in state.inner_layers.items():
-        layer.fsmoe.apply(plans.layers[label])
+    for label, plan in plans.layers.items():
+        state.inner_layers[label].fsmoe.apply(plan)
     if state.placement is not None and plans.placements is not None:
         state.placement.go_to(plans.placements)
         state.placement.was_read = True
@@ -247,11 +246,29 @@ def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
             state.placement_watch.go_on_with(plans.watched)
     if state.autotune is not None and plans.is_tuned:
         state.autotune.need_not_run()
-    if state.micro_ops is not None:
+    if state.micro_ops is not None and plans.layers:
         state.micro_ops.need_not_run()
     if plans.gradients is not None and state.reduction is not None:
         state.reduction.go_on_with(*plans.gradients)
     state.plans_changed()
+
+
+def _changed_field(state: FSMoEState, plans: ReadPlans) -> str:
+    """Return the option of the config that does not allow plans; "" where all do."""
+    block, asked = state.block, state.block.pipeline_degree
+    asked_and_saved = [
+        pair
+        for each in plans.layers.values()
+        for pair in ((asked.forward, each.forward.degree), (asked.backward, each.backward.degree))
+    ]
+    obstacles = {
+        "deterministic": plans.is_tuned and block.deterministic,
+        # Measuring was turned off by hand; a job that is too short keeps what was measured.
+        "autotune": plans.is_tuned and not block.autotune.enabled and state.why_untuned is None,
+        # Some layers have to run in one chunk, whatever is asked for.
+        "num_chunks": any(number not in ("auto", saved) and saved > 1 for number, saved in asked_and_saved),
+    }
+    return next((field for field, stands in obstacles.items() if stands), "")
 
 
 def _degree(facts: Mapping[str, Any]) -> int:

@@ -159,6 +159,11 @@ class PipelineDegreeBlock(StrictShape):
     backward: Degree = Field("auto", description="chunks in the backward phase", examples=[2])
     max: Int = Field(16, ge=1, le=MOST_CHUNKS, description="largest number of chunks that auto chooses")
 
+    @property
+    def most(self) -> int:
+        """Return the most chunks that a phase may have."""
+        return max(self.max if each == "auto" else each for each in (self.forward, self.backward))
+
 
 class GradientPartitionBlock(StrictShape):
     """``fsmoe.gradient_partition``: how dense gradients are sliced and when they are sent."""
@@ -383,9 +388,9 @@ class FSMoEBlock(StrictShape):
     )
     ep_size: Count = Field(
         "auto",
-        description="ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest where "
-        "sequence_length is known, else the largest divisor of the experts inside a node. deepspeed.moe.layer.MoE has "
-        "its own",
+        description="ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest for "
+        "sequence_length or for what the last run saw, else the largest divisor of the experts inside a node. "
+        "deepspeed.moe.layer.MoE has its own",
         examples=[8],
     )
     sequence_length: Count = Field(

@@ -279,9 +279,9 @@ class Config(Written):
             dispatch: unpadded: send the rows that tokens chose; padded: send as many slots as the fullest expert has;
                 auto: unpadded where nothing is dropped, else padded until autotune finds unpadded faster
             comm_dtype: dtype of rows in the all-to-alls: model (the layer's own), or fp8 (8-bit with a scale per row)
-            ep_size: ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest where
-                sequence_length is known, else the largest divisor of the experts inside a node. deepspeed.moe.layer.MoE
-                has its own
+            ep_size: ranks that share the experts of a Hugging Face model; auto: as predicted to be fastest for
+                sequence_length or for what the last run saw, else the largest divisor of the experts inside a node.
+                deepspeed.moe.layer.MoE has its own
             sequence_length: tokens of one sample in training, padding included, for the choice of ep_size; auto: not
                 known
             expert_tensor_parallel_size: ranks that share one expert, along its hidden width

@@ -92,10 +92,10 @@ class AutoEpSize:
         return replace(self, ds_config={**self.ds_config, **batch})._choose()
 
     def _choose(self) -> int:
-        samples, _ = _batch(self.ds_config, self.topology.world_size)
-        # Of samples whose number is not known yet, the length tells nothing; what the last run saw does.
-        lacking = "sequence_length" if samples else "train_micro_batch_size_per_gpu"
-        is_given = self.block.sequence_length != "auto" and samples is not None
+        batch = dict(zip(_BATCH[1:], _batch(self.ds_config, self.topology.world_size), strict=True))
+        # Of a batch that is not known yet, the length tells nothing; what the last run saw does.
+        lacking = next((name for name, count in batch.items() if count is None), "sequence_length")
+        is_given = self.block.sequence_length != "auto" and lacking == "sequence_length"
         # Of sizes that the planner refuses every rank hears alike.
         try:
             predictor, unfit = self._predictor(self.block.sequence_length if is_given else 1), ""
@@ -156,7 +156,7 @@ class AutoEpSize:
             ValueError: a size is out of bounds, or the model's configuration does not say how many experts a token has.
         """
         world = self.topology.world_size
-        samples, micro_batches = _batch(self.ds_config, world)
+        batch = samples, micro_batches = _batch(self.ds_config, world)
         config = getattr(self.model, "config", None)
         config = config.get_text_config() if hasattr(config, "get_text_config") else config
         num_choices = next(filter(_is_count, (getattr(config, name, None) for name in CHOICES)), None)
@@ -189,16 +189,16 @@ class AutoEpSize:
             numel - sum(numel_of(each) for module in self.modules for each in module.parameters()),
             # Sums once a step are those of stage 1, and so is the memory for them.
             zero=1 if stage == 2 and mode != "off" and asked.accumulate == "before_sum" else stage,
-            micro_batches=micro_batches,
+            micro_batches=micro_batches or 1,
             overlap_comm=zero.get("overlap_comm") is not False,
             sums_in_slices=mode != "off" and asked.levels != 1,
             has_windows=mode != "off",
-            **({"max_degree": 1} if runs_whole(block) else {}),
+            max_degree=1 if runs_whole(block) else block.pipeline_degree.most,
             alltoall=_asked_alltoall(block),
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype
         optimizer_bytes = _optimizer_bytes(self.ds_config, job.shapes[0].dtype_bytes)
-        return EpSizePredictor(block, job, self.topology, self.device, dtype, optimizer_bytes)
+        return EpSizePredictor(block, job, self.topology, self.device, dtype, optimizer_bytes, batch)
 
 
 def choice_of(modules: Iterable[nn.Module]) -> NotedChoice:
@@ -220,8 +220,13 @@ def watched_lengths(
         running: what layers run with.
     """
     choice, steps = choice_of(modules), known_steps(running.block, ds_config)
+    if choice.predictor is None:
+        return None
     # A run that the config ends is a trial, as those of `compare` and `tune`: the next one is to start like it.
-    if choice.predictor is None or running.block.record.stop_after or (steps is not None and steps < FEWEST_STEPS):
+    is_short = bool(running.block.record.stop_after) or (steps is not None and steps < FEWEST_STEPS)
+    # At the start the trainer may not have written the batch yet.
+    samples, micro_batches, is_short = from_first_rank((*_batch(ds_config, choice.predictor.job.world), is_short))
+    if is_short:
         return None
     # A model is loaded before adapters freeze its experts, and predictions have the gradients of all parameters.
     if _has_frozen(modules):
@@ -229,10 +234,9 @@ def watched_lengths(
             words = "was chosen as if all parameters of experts were trained, and some are frozen"
             log_on_rank_0(f'ep_size = {ep_size} {words}; set "ep_size" if another is faster', logging.WARNING)
         return None
-    # At the start the trainer may not have written the batch yet.
-    samples, micro_batches = from_first_rank(_batch(ds_config, choice.predictor.job.world))
-    predictor = choice.predictor.for_batch(samples or 1, micro_batches, keeps_length=choice.is_given)
-    found = BatchLengths(predictor, ep_size, label, is_known=choice.is_known, is_given=choice.is_given)
+    predictor = choice.predictor.for_batch(samples or 1, micro_batches or 1, keeps_length=choice.is_given)
+    # What the last run has learned is predicted again: links, or what is no part of a job's key, may have changed.
+    found = BatchLengths(predictor, ep_size, label, is_known=choice.is_given, is_given=choice.is_given)
     running.instruments.append(found.watch)
     return found
 
@@ -262,15 +266,16 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _batch(ds_config: Mapping[str, Any], world: int) -> tuple[int | None, int]:
-    """Return the samples of a micro-batch, if they are known, and the micro-batches of a step: DeepSpeed has each from
-    the other two."""
+def _batch(ds_config: Mapping[str, Any], world: int) -> tuple[int | None, int | None]:
+    """Return the samples of a micro-batch and the micro-batches of a step, ``None`` for what a trainer has not written
+    yet: DeepSpeed has each from the other two."""
     whole, samples, steps = (each if _is_count(each) else None for each in map(ds_config.get, _BATCH))
-    if samples is None:
-        samples = None if whole is None else max(1, whole // (world * (steps or 1)))
-    if steps is None:
-        steps = 1 if whole is None or samples is None else max(1, whole // (world * samples))
-    return samples, steps
+    is_open = steps is None and ds_config.get(_BATCH[2]) == "auto"
+    if samples is None and whole is not None and not is_open:
+        samples = max(1, whole // (world * (steps or 1)))
+    if steps is None and whole is not None and samples is not None:
+        steps = max(1, whole // (world * samples))
+    return samples, None if is_open and steps is None else steps or 1
 
 
 def _optimizer_bytes(ds_config: Mapping[str, Any], number_bytes: int) -> float | None:

@@ -329,10 +329,16 @@ class LayerState:
         assert self.running is not None
         block = self.running.block
         asked, comm_dtypes = block.pipeline_degree, block.wires
-        rounds = block.schedule == BEST and not block.deterministic and 1 not in (asked.forward, asked.backward)
+        keeps_bits = block.deterministic or 1 in (asked.forward, asked.backward, asked.most)
         # Hooks would get other shapes than before, and a communication dtype applies to rows only.
         is_same = not self.parts.callbacks and (comm_dtypes.dispatch, comm_dtypes.combine) == ("model", "model")
-        is_open = rounds and is_same and self.parts.dispatch == "auto" and not self.is_unchunked
+        is_open = (
+            block.schedule == BEST
+            and not keeps_bits
+            and is_same
+            and self.parts.dispatch == "auto"
+            and not self.is_unchunked
+        )
         return is_open and self.could_send_rows(gate)
 
     def exchange_of(self, alltoall: str) -> Collectives:

@@ -45,11 +45,13 @@ from ds_fsmoe.tuning.when import STEPS_BEFORE
 
 OFF = 0.2
 """The share by which tokens of a micro-batch may differ from what was assumed before sizes are predicted again."""
-_STATES = 0.75
-"""The share of a device's memory that states may have with a size that needs more than the usual one, before a job has
-run."""
+_STATES, _RESERVED = 0.75, 0.9
+"""The share of a device's memory that a size which needs more than the usual one may have: for states, before a job has
+run, and for all that torch has reserved in a run. Communicators and the device's own context come on top."""
 _MOST_STEPS = 1000
 """The optimizer steps from one look at the batches to the next, at the most."""
+_measured: dict[tuple[Topology, torch.dtype], Cluster] = {}
+"""The links that this process has measured. Of the same ones, two models of a job have the same size."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class EpSizePredictor:
     """The type in which experts compute."""
     optimizer_bytes: float | None
     """The optimizer's bytes per element; ``None``: the host has a part of them."""
-    at_start: ExpertJob | None = None
-    """The job as it was known at the start, by which the next start finds what is kept; ``None``: ``job``."""
+    batch: tuple[int | None, int | None]
+    """The samples of a micro-batch and the micro-batches of a step as they were known at the start, by which the next
+    start finds what is kept; ``None`` for what was not."""
 
     @property
     def schedule(self) -> str:
@@ -87,8 +90,7 @@ class EpSizePredictor:
         """Return predictions of the same job with so many samples in a micro-batch: as long as before, or with as many
         tokens together."""
         shapes = tuple(replace(each, B=samples) for each in self.job.shapes)
-        job = replace(self.job, shapes=shapes, micro_batches=micro_batches)
-        found = replace(self, job=job, at_start=self.at_start or self.job)
+        found = replace(self, job=replace(self.job, shapes=shapes, micro_batches=micro_batches))
         return found if keeps_length else found.for_tokens(self.tokens)
 
     def predicted(self, usual: int | None = None, used_bytes: float = 0.0) -> tuple[list[EpSize], str]:
@@ -106,6 +108,7 @@ class EpSizePredictor:
             source = "measured links"
             watch = Stopwatch(self.device, budget_s=0.0)
             cluster = _cluster_of(*measure_links(watch, self.topology, self.dtype, self._max_ctas()), self.topology)
+            _measured[self.topology, self.dtype] = cluster
         found: list[EpSize] = []
         with raise_on_all_ranks(None, "predicting a step with each ep_size"):
             if rank_now() == 0:
@@ -132,9 +135,9 @@ class EpSizePredictor:
         others = used_bytes - of_usual if used_bytes and usual in states else 0.0
 
         def memory_of(groups: Groups) -> float:
+            needed = states[groups.ep] + others
             # What activations take is not known at the start. Whoever has more states than usual leaves room for them.
-            is_larger = not used_bytes and states[groups.ep] > of_usual
-            return states[groups.ep] / (_STATES if is_larger else 1) + others
+            return needed / (_RESERVED if used_bytes else _STATES) if states[groups.ep] > of_usual else needed
 
         return likely_ep_sizes(self.job, cluster, self.schedule, memory_of, most_bytes, usual)
 
@@ -173,8 +176,8 @@ class EpSizePredictor:
 
     def _key(self) -> dict[str, Any]:
         """Return what a job is known by: all but the length of its samples."""
-        job = self.at_start or self.job
-        layers = Counter(replace(each, L=1) for each in job.shapes)
+        job, (samples, micro_batches) = self.job, self.batch
+        layers = Counter(replace(each, B=1, L=1) for each in job.shapes)
         return {
             "layers": [{"count": count, **asdict(shape)} for shape, count in layers.items()],
             "dense": job.num_dense,
@@ -182,12 +185,14 @@ class EpSizePredictor:
             "ranks_per_node": job.ranks_per_node,
             "hosts": list(dict.fromkeys(on_every_rank(socket.gethostname()))),
             "zero": job.zero,
-            "samples": job.shapes[0].B,
-            "micro_batches": job.micro_batches,
+            "samples": samples,
+            "micro_batches": micro_batches,
             "schedule": self.schedule,
             "chunks": job.max_degree,
             "alltoall": job.alltoall,
             "windows": job.has_windows,
+            "slices": job.sums_in_slices,
+            "overlap_comm": job.overlap_comm,
             # A size that fits one device or optimizer need not fit another.
             "device": self.device.type,
             "memory": self._most_bytes(),
@@ -215,6 +220,8 @@ class EpSizePredictor:
             if rank_now() == 0 and block.trace.cluster is not None:
                 cluster = load_cluster(block.trace.cluster)
                 source = f"the links of {cluster.name}"
+            if rank_now() == 0 and not source and (cluster := _measured.get((self.topology, self.dtype))) is not None:
+                source = "measured links"
         return cluster, from_first_rank(source)
 
     def _max_ctas(self) -> int | None:
@@ -312,19 +319,18 @@ class BatchLengths:
         is_longer = self._is_given and most > self._at_start and not self._has_warned
         if self._is_known and not is_longer and abs(mean - assumed) <= OFF * assumed:
             return
-        predictor = self._predictor.for_tokens(mean)
+        self._has_warned, self._is_known = self._has_warned or is_longer, True
+        self._predictor = self._predictor.for_tokens(mean)
         try:
-            sizes, _ = predictor.predicted(self._ep_size, used_bytes)
+            sizes, _ = self._predictor.predicted(self._ep_size, used_bytes)
         except MeasuringError as error:
-            line = f"ep_size: {self._in_words(round(mean), most)}, and no size is predicted for them: {error}"
-            log_on_rank_0(line, logging.WARNING)
-            self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
+            words = self._in_words(round(mean), most)
+            log_on_rank_0(f"ep_size: {words}, and no size is predicted for them: {error}", logging.WARNING)
             return
         choice = choose_ep_size(sizes, self._ep_size)
         self._log(choice, sizes, round(mean), most, is_longer)
         if not self._is_given:
-            predictor.keep(learned_of(choice, round(mean)))
-        self._has_warned, self._is_known, self._predictor = self._has_warned or is_longer, True, predictor
+            self._predictor.keep(learned_of(choice, round(mean)))
 
     def _in_words(self, mean: int, most: int) -> str:
         """Return what micro-batches were like, beside what the config has."""
@@ -339,14 +345,13 @@ class BatchLengths:
         now_ms = next((each.step_ms for each in sizes if each.ep == self._ep_size), math.nan)
         ratio = now_ms / best.step_ms if best.step_ms else math.nan
         gain = "the best size" if math.isnan(ratio) else f"{ratio:.2f} times as fast as {self._ep_size}"
-        # Longer ones than that would be said to exceed it again.
-        length, line = most if is_longer else mean, f"ep_size: {self._in_words(mean, most)}"
+        line = f"ep_size: {self._in_words(mean, most)}"
         if best.ep == self._ep_size:
             if is_longer:
                 log_on_rank_0(f"{line}; {best.ep} is predicted to be the best size all the same")
         elif self._is_given:
             log_on_rank_0(
-                f'{line}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-length // samples)} and '
+                f'{line}: {best.ep} is predicted to be {gain}; set "sequence_length": {-(-mean // samples)} and '
                 "restart from a checkpoint to have it",
                 logging.WARNING,
             )

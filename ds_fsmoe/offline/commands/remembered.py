@@ -29,6 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from ds_fsmoe.files.learned_batches import all_files, folder
 
     files = {each.stem: each for each in all_files()}
+    if not files:
+        print("nothing is remembered")
+        return int(bool(args.forget))
     if args.forget is not None:
         names = args.forget or list(files)
         for unknown in (lacking := [each for each in names if each not in files]):
@@ -38,9 +41,6 @@ def run(args: argparse.Namespace) -> int:
                 _remove(files[name])
         print(f"removed {len(names) - len(lacking)} of {len(files)} from {folder()}")
         return int(bool(lacking))
-    if not files:
-        print("nothing is remembered")
-        return 0
     heads = ("name", "layers", "experts", "ranks", "hosts", "ZeRO", "samples", "tokens", "ep_size", "next")
     print_table(heads, [_row(each) for each in files.values()])
     return 0

@@ -429,7 +429,10 @@ def conclude(trials: Sequence[LayoutTrial], subject: TrainingCommand, output: Pa
     """
     fastest, *close = contenders(trials)
     if trials[0] in (fastest, *close):
-        print(f"no layout is faster than {AS_IT_IS} beyond the intervals: it stays, and nothing is written")
+        print(
+            f"no layout is faster than {AS_IT_IS} beyond the intervals: it stays, and nothing is written"
+            + (f"; {output} is of an earlier run" if output is not None and output.exists() else "")
+        )
         if trials[0].chosen:
             print(f"to have it at every start: {words_of_changes(trials[0].chosen)}")
         return
