@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -32,12 +33,12 @@ from ds_fsmoe.terminal.tables import print_table
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 STOCK = "stock"
-_OVER_ALL, _OTHERS = "ours, over all ranks", ("ours", "ours, ep_size 1", "ours, ep_size 2")
+_CHOSEN, _OVER_ALL, _OTHERS = "ours, chosen", "ours, over all ranks", ("ours", "ours, ep_size 1", "ours, ep_size 2")
 _SYSTEMS: Mapping[str, tuple[int, str, str | None]] = {
     STOCK: (1, "deepspeed", None),
     "ours": (2, BEST, None),
     "ours, over all ranks": (4, BEST, None),
-    "ours, chosen": (4, BEST, None),
+    _CHOSEN: (4, BEST, None),
     "ours, ep_size 1": (1, BEST, None),
     "ours, ep_size 2": (2, BEST, None),
     "AutoEP over 2": (2, "deepspeed", "flat"),
@@ -49,6 +50,7 @@ _SYSTEMS: Mapping[str, tuple[int, str, str | None]] = {
 """Variant -> (its ``ep_size``, its schedule, its all-to-all; ``None``: the fastest)."""
 _OF_COLLECTIVES = {"all_to_all": 1, "all_gather": 1, "all_reduce": 2, "reduce_scatter": 2}
 """Among two ranks, the halves of a buffer that a rank sends. gloo sums the whole buffer for a reduce-scatter."""
+_A_RUN = timedelta(minutes=10)
 _FIXED = "attention", "routing", "other"
 Row = Mapping[str, str]
 
@@ -116,8 +118,8 @@ def job_of(case: str, day: str = "") -> ExpertJob:
     settings, cluster = _settings(case), bed_of(case, day)
     shape, layers = shape_of(settings), settings["layers"]
     dense = layers * (shape.attention_weights + shape.M * shape.E) + 2 * settings["vocabulary"] * shape.M
-    # With samples of another length stock has the settings of the model's own.
-    own = case.partition(", L ")[0]
+    # With samples of another length, or other links, stock has the settings of the model's own.
+    own = re.sub(r", (L \d+|one node|\d+ and \d+ Mbit/s)", "", case)
     swept = [row for row in rows("whole_sweep.csv") if row["case"] == own and row["variant"] == STOCK]
     fastest = min(swept, key=lambda row: float(row["ms"]))
     # At ZeRO 3 what is not told apart has the waits for parameters in it.
@@ -176,17 +178,29 @@ def measured_rows() -> list[Measured]:
                 continue
             case, variant = row["case"], row["variant"]
             day = row["date"][: len("2026-11-30")]
-            job, (ep, *_), of_run = job_of(case, day), _SYSTEMS[variant], (source, row["date"])
-            times_ms = float(row["p50"]), predicted_ms(case, variant, day)
+            job, ep, of_run = job_of(case, day), _ep_of(row), (source, row["date"])
+            times_ms = float(row["p50"]), predicted_ms(case, variant, ep, day)
             found.append(Measured(*of_run, case, variant, job.zero, ep, *times_ms))
     return found
 
 
+def _ep_of(row: Row) -> int:
+    """Return the ``ep_size`` of a row. What a start chose is in a file of its own, written within minutes of the row;
+    before there was one, it was all ranks."""
+    when = datetime.fromisoformat(row["date"])
+    of_run = [
+        int(each["ep_size"])
+        for each in rows("whole_chosen.csv")
+        if each["case"] == row["case"] and abs(datetime.fromisoformat(each["date"]) - when) < _A_RUN
+    ]
+    return of_run[0] if of_run and row["variant"] == _CHOSEN else _SYSTEMS[row["variant"]][0]
+
+
 @cache
-def predicted_ms(case: str, variant: str, day: str) -> float:
-    """Return the ms of a step of a variant on a day."""
+def predicted_ms(case: str, variant: str, ep: int, day: str) -> float:
+    """Return the ms of a step of a variant with experts over so many ranks on a day."""
     job, cluster = job_of(case, day), bed_of(case, day)
-    ep, schedule, alltoall = _SYSTEMS[variant]
+    _, schedule, alltoall = _SYSTEMS[variant]
     job = replace(job, sums_in_slices=schedule == BEST)
     groups = next(each for each in job.layouts() if each.ep == ep)
     ways = alltoalls_of(job, groups)
