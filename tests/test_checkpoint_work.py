@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 import ds_fsmoe
-from ds_fsmoe.checkpoint import checkpoints, plan_state, saving
+from ds_fsmoe.checkpoint import checkpoints, saving
 from ds_fsmoe.checkpoint import ranks as ranks_of_job
 from ds_fsmoe.checkpoint.plan_state import RankState
 from ds_fsmoe.checkpoint_files import pieces
 from ds_fsmoe.checkpoint_files.manifest import FileSum, LayerSizes, Manifest, Sizes, omissions
 from ds_fsmoe.checkpoint_files.pieces import Group, Index, OpenFiles, Piece, SavedPieces, merged, read_index
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.config.blocks import FSMoEBlock
-from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 
 _PACKAGE = str(Path(ds_fsmoe.__file__).parent / "checkpoint")
 
@@ -170,35 +168,24 @@ def test_a_rank_checks_the_files_of_its_node_and_misses_none_of_other_nodes(
 
 
 @pytest.mark.parametrize(
-    ("block", "why_untuned", "field"),
+    ("of_ranks", "changed", "wanted"),
     [
-        ({}, None, ""),
-        ({"autotune": False}, "the job ends after 50 steps", ""),  # it goes on to the bit, with the plans it had
-        ({"autotune": False}, None, "autotune"),
-        ({"deterministic": True}, None, "deterministic"),
-        ({"num_chunks": {"backward": 1}}, None, "num_chunks"),
-        ({"num_chunks": {"forward": 4}}, None, "num_chunks"),
-        ({"num_chunks": {"forward": 3, "backward": 2}}, None, ""),
+        ([True, True], "", [("plans", False)]),
+        ([True, True], "num_chunks", [("plans", True)]),  # on another rank, whose stage has layers
+        ([True, False], "", []),
     ],
 )
-def test_the_config_goes_before_the_plans_of_a_checkpoint(block: dict[str, Any], why_untuned: Any, field: str) -> None:
-    state: Any = SimpleNamespace(block=FSMoEBlock(**block), why_untuned=why_untuned)
-    plans = {"L00": LayerPlan(BlockPlan(3), BlockPlan(2), "flat"), "L01": LayerPlan(BlockPlan(1), BlockPlan(1), "flat")}
-    assert plan_state._changed_field(state, plan_state.ReadPlans(plans, None)) == field
-
-
-@pytest.mark.parametrize(("of_ranks", "go_on"), [([True, True], True), ([True, False], False)])
 def test_plans_of_a_checkpoint_are_taken_on_all_ranks_or_on_none(
-    of_ranks: list[bool], go_on: bool, monkeypatch: pytest.MonkeyPatch
+    of_ranks: list[bool], changed: str, wanted: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Taking them makes communicators."""
     taken: list[Any] = []
-    monkeypatch.setattr(checkpoints, "on_every_rank", lambda _: of_ranks)
-    monkeypatch.setattr(checkpoints, "go_on_with", lambda _, plans: taken.append(plans))
+    monkeypatch.setattr(checkpoints, "on_every_rank", lambda own: of_ranks if own is True else [own, changed])
+    monkeypatch.setattr(checkpoints, "go_on_with", lambda _, plans, places_alone: taken.append((plans, places_alone)))
     engine = SimpleNamespace(use_node_local_storage=lambda: False, local_rank=0, global_rank=0, fsmoe=None)
     plans: Any = "plans"
     checkpoints.Checkpoints(engine)._go_on(RankState(None, plans))
-    assert taken == ["plans"] * go_on
+    assert taken == wanted
 
 
 # ---- the index

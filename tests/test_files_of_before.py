@@ -167,9 +167,14 @@ def test_plans_of_before_name_all_to_alls_as_they_did_then() -> None:
     block = SimpleNamespace(pipeline_degree=PipelineDegreeBlock())
     state: Any = SimpleNamespace(inner_layers=layers, block=block, placement=None)
 
-    def read(alltoall: str) -> ReadPlans:
-        facts = {phase: asdict(BlockPlan(2)) for phase in ("forward", "backward")}
-        return read_plans(state, {"layers": {"L00": facts | {"reduces": [], "alltoall": alltoall}}, "gradients": None})
+    def read(alltoall: str, **others: Any) -> ReadPlans:
+        facts: dict[str, Any] = {phase: asdict(BlockPlan(2)) for phase in ("forward", "backward")}
+        facts |= {"reduces": [], "alltoall": alltoall}
+        return read_plans(state, {"layers": {"L00": facts | others}, "gradients": None})
+
+    # Two-batch overlap was not saved: it is as the config has it.
+    for saved, wanted in (({}, False), ({"is_two_batch": True}, True)):
+        assert read("flat", **saved).layers["L00"].is_two_batch is wanted
 
     assert read("once_per_node") == read("node_deduplicated")
     assert read("once_per_node").layers["L00"].alltoall == "node_deduplicated"

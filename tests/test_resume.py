@@ -4,6 +4,7 @@ and in any other layout as exactly as rounding allows: other ranks, ep, esp, ZeR
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import nn
 from benchmarks.models.layers import StockGroups
 from ds_fsmoe.checkpoint_files.pieces import MASTER
 from ds_fsmoe.checkpoint_files.whole import Whole
+from ds_fsmoe.planning.block import BlockPlan
 from tests import test_checkpoint_corners as corners
 from tests.hurry import hurry
 from tests.ranks import run_on_ranks
@@ -161,6 +163,10 @@ def test_losses_after_a_resume_are_those_of_the_run_that_went_on(run: Run, tmp_p
         assert not said
 
 
+def plans_in(engine: Any) -> dict[str, str]:
+    return {name: each for name, each in engine.fsmoe.facts().items() if name.startswith(("plan ", "dispatch of "))}
+
+
 def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     hurry()
     tuned = {"enabled": True, "autotune": {"enabled": True, "trials": 1}, "pipeline_degree": {"max": 3}}
@@ -168,8 +174,12 @@ def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]
     engine = make(rank, run)
     train(engine, rank, run, 0, 31)
     assert engine.fsmoe.autotune.trials is None
+    # Whatever was the fastest, these plans are not those of an engine that has not measured.
+    for layer in engine.fsmoe.inner_layers.values():
+        layer.fsmoe.apply(replace(layer.fsmoe.plan, forward=BlockPlan(3)))
+    engine.fsmoe.plans_changed()
     engine.save_checkpoint(folder)
-    plans = dict(engine.fsmoe.facts())
+    plans, own = dict(engine.fsmoe.facts()), plans_in(engine)
     expected = train(engine, rank, run, 31, AFTER)
     gradients = engine.fsmoe.reduction.reducer.plan
     engine.destroy()
@@ -180,13 +190,32 @@ def tuned_and_resumed(rank: int, world_size: int, folder: str) -> dict[str, Any]
     losses = train(engine, rank, run, 31, AFTER)
     measured = engine.fsmoe.autotune.result.num_measured
     engine.destroy()
-    return {"same": same, "equal": losses == expected, "measured": measured}
+    found = {"same": same, "equal": losses == expected, "measured": measured}
+
+    # A job that is too short to be measured goes on with what was, and so does the one after it.
+    short = {"autotune": "auto", "record": {"dir": f"{folder}/record", "stop_after": 50}}
+    untuned = Run(run.case, tuned | short, TWICE)
+    for place in ("second", "third"):
+        engine = make(rank, untuned, scale=0.3)
+        engine.load_checkpoint(folder)
+        found[place] = plans_in(engine) == own
+        engine.save_checkpoint(folder := f"{folder}/{place}")
+        engine.destroy()
+    # What the config newly asks for counts.
+    for name, others in (("autotune", {"autotune": False}), ("num_chunks", {"pipeline_degree": 1})):
+        engine = make(rank, Run(run.case, {"enabled": True} | others, TWICE), scale=0.3)
+        before = plans_in(engine)
+        engine.load_checkpoint(folder)
+        found[name] = before != own and plans_in(engine) == before
+        engine.destroy()
+    return found
 
 
 @pytest.mark.long
 def test_plans_are_taken_from_the_checkpoint_and_not_measured_again(tmp_path: Path) -> None:
     for found in run_on_ranks(tuned_and_resumed, 2, tmp_path, str(tmp_path / "saved")):
-        assert found == {"same": True, "equal": True, "measured": 0}
+        kept = dict.fromkeys(("same", "equal", "second", "third", "autotune", "num_chunks"), True)
+        assert found == kept | {"measured": 0}
 
 
 # ---- in any other layout: every number arrives, to the bit

@@ -16,12 +16,12 @@ from tests.test_pipeline_stages import CHUNKED, batches, make_engine
 BEFORE, AFTER = 2, 2
 
 
-def make(rank: int, zero_stage: int, kinds: tuple[str, str], scale: float = 1.0) -> Any:
+def make(rank: int, zero_stage: int, kinds: tuple[str, str], scale: float = 1.0, **block: Any) -> Any:
     import deepspeed
 
     deepspeed.init_distributed("gloo")
     adam = {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}
-    return make_engine(rank, zero_stage, kinds, CHUNKED, clipping=0.0, optimizer=adam, scale=scale)
+    return make_engine(rank, zero_stage, kinds, CHUNKED | block, clipping=0.0, optimizer=adam, scale=scale)
 
 
 def train(engine: Any, rank: int, first: int, steps: int) -> list[float]:
@@ -42,6 +42,12 @@ def stop_and_go_on(rank: int, world_size: int, zero_stage: int, kinds: tuple[str
     engine = make(rank, zero_stage, kinds, scale=0.3)
     assert engine.load_checkpoint(folder)[0] is not None
     found = train(engine, rank, BEFORE, AFTER)
+    engine.destroy()
+    # Numbers that are new in the config count, also beside a stage without layers.
+    engine = make(rank, zero_stage, kinds, scale=0.3, pipeline_degree={"forward": 4, "backward": 2})
+    engine.load_checkpoint(folder)
+    torch.testing.assert_close(train(engine, rank, BEFORE, AFTER), expected, rtol=1e-4, atol=1e-5)
+    assert {each.pipeline.forward.block.degree for each in engine.fsmoe.inner_layers.values()} <= {4}
     engine.destroy()
     return found == expected
 

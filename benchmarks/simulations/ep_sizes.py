@@ -50,7 +50,7 @@ _SYSTEMS: Mapping[str, tuple[int, str, str | None]] = {
 """Variant -> (its ``ep_size``, its schedule, its all-to-all; ``None``: the fastest)."""
 _OF_COLLECTIVES = {"all_to_all": 1, "all_gather": 1, "all_reduce": 2, "reduce_scatter": 2}
 """Among two ranks, the halves of a buffer that a rank sends. gloo sums the whole buffer for a reduce-scatter."""
-_A_RUN = timedelta(minutes=10)
+_A_RUN = timedelta(minutes=40)
 _FIXED = "attention", "routing", "other"
 Row = Mapping[str, str]
 
@@ -154,15 +154,17 @@ def bed_of(case: str, day: str = "") -> Cluster:
         for name in COLLECTIVES
     }
     operations["gemm"] = Operation(_products(day, layout := f"{nodes} nodes x {per_node} ranks"))
+    # On slower links computing is slowed less.
+    links = f"{layout}, {rates[0]}mbit between, {rates[1]}mbit inside"
     # What they take is in what no size changes.
     free = dict.fromkeys(("attention", "softmax", "routing", "order"), Operation(LinearCost(0.0, 0.0)))
-    return Cluster("bed", nodes, per_node, operations | free, _contention(layout))
+    return Cluster("bed", nodes, per_node, operations | free, _contention(links))
 
 
 @cache
-def _contention(layout: str) -> Contention:
+def _contention(links: str) -> Contention:
     """Return how much lanes slow each other down, as the autotuner has measured it in jobs on such a bed."""
-    of_jobs = [row for row in rows("whole_slowdowns.csv") if layout in row["hardware"]]
+    of_jobs = [row for row in rows("whole_slowdowns.csv") if links in row["hardware"]]
     shares = {field.name: [float(row[field.name]) for row in of_jobs] for field in fields(Contention)}
     return Contention(**{name: median(of_name) for name, of_name in shares.items()})
 
@@ -185,13 +187,14 @@ def measured_rows() -> list[Measured]:
 
 
 def _ep_of(row: Row) -> int:
-    """Return the ``ep_size`` of a row. What a start chose is in a file of its own, written within minutes of the row;
-    before there was one, it was all ranks."""
-    when = datetime.fromisoformat(row["date"])
+    """Return the ``ep_size`` of a row, which has the time of its start. What was chosen is in a file of its own, with
+    the time of the end. Before there was such a file, it was all ranks."""
+    began = datetime.fromisoformat(row["date"])
     of_run = [
         int(each["ep_size"])
         for each in rows("whole_chosen.csv")
-        if each["case"] == row["case"] and abs(datetime.fromisoformat(each["date"]) - when) < _A_RUN
+        if (each["case"], each["commit"]) == (row["case"], row["commit"])
+        and timedelta() <= datetime.fromisoformat(each["date"]) - began < _A_RUN
     ]
     return of_run[0] if of_run and row["variant"] == _CHOSEN else _SYSTEMS[row["variant"]][0]
 

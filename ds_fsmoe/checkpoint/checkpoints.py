@@ -274,7 +274,9 @@ class Checkpoints:
             self._engine.fsmoe.paths.go_on_with(own.paths)
         # Ranks of one stage have the same plans; all make communicators together or none does.
         if all(on_every_rank(own.plans is not None)) and own.plans is not None:
-            go_on_with(self._engine.fsmoe, own.plans)
+            if changed := max(on_every_rank(own.changed)):
+                log_on_rank_0(f"fsmoe.{changed} is not what it was when this was saved: its plans are not used")
+            go_on_with(self._engine.fsmoe, own.plans, places_alone=bool(changed))
 
     def _hidden_differences(self, place: Path, index: Index | None) -> list[str]:
         """Return, in words, why states have to be moved although the layout has the same numbers. Without an index,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import torch
 from ds_fsmoe import registry
 from ds_fsmoe.checkpoint_files.reading import read_file
 from ds_fsmoe.checkpoint_files.tags import CheckpointError
-from ds_fsmoe.log import log_on_rank_0
+from ds_fsmoe.config.blocks import PipelineDegreeBlock
 from ds_fsmoe.planning.block import BlockPlan, LayerPlan
 from ds_fsmoe.planning.decide.gradient_plan import GradientPlan, GradientSlice
 from ds_fsmoe.planning.expert_placement import ExpertPlacement
@@ -100,7 +100,7 @@ def is_settled(state: FSMoEState) -> bool:
 
 def plans_of(state: FSMoEState) -> dict[str, Any]:
     """Return the plans of layers and gradients, which are the same on every rank of a stage."""
-    is_chosen = state.autotune is not None and state.autotune.has_chosen
+    is_chosen = state.has_tuned_plans or (state.autotune is not None and state.autotune.has_chosen)
     layers = {}
     for label, layer in state.inner_layers.items():
         pipeline = layer.pipeline
@@ -110,6 +110,7 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
             "reduces": [list(each) for each in pipeline.collectives.reduces],
             "alltoall": layer.fsmoe.plan.alltoall if is_chosen else None,
             "is_unpadded": layer.fsmoe.is_unpadded_by_choice,
+            "is_two_batch": layer.fsmoe.plan.is_two_batch,
         }
     reducer = None if state.reduction is None else state.reduction.reducer
     gradients = None
@@ -120,7 +121,21 @@ def plans_of(state: FSMoEState) -> dict[str, Any]:
     if placement is not None and watch is not None:
         placement |= watch.as_data()
     # Plans of before the autotuner has begun do not keep it from beginning.
-    return {"layers": layers, "gradients": gradients, "placement": placement, "is_tuned": is_chosen}
+    plans = {"layers": layers, "gradients": gradients, "placement": placement, "is_tuned": is_chosen}
+    return plans | {"asked": _asked(state)}
+
+
+def _asked(state: FSMoEState) -> dict[str, Any]:
+    """Return the options that decide which plans run. What only the job has turned off is as it was asked for."""
+    block = state.block
+    return {
+        "schedule": block.schedule,
+        "num_chunks": block.pipeline_degree.model_dump(),
+        "overlap": block.overlap,
+        "two_batch_overlap": block.split_batch,
+        "deterministic": block.deterministic,
+        "autotune": bool(block.autotune.enabled) or state.why_untuned is not None,
+    }
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,7 @@ class ReadPlans:
     """Holds the plans that were read from a checkpoint and can be run."""
 
     layers: Mapping[str, LayerPlan]
-    """Maps each layer's label -> its plan; empty where the config does not allow them any more."""
+    """Maps each layer's label -> its plan."""
     gradients: tuple[GradientPlan, Any, Any] | None
     placements: Mapping[str, ExpertPlacement] | None = None
     """Maps each layer's label -> where its experts were; ``None``: they could not move then, or cannot now."""
@@ -147,8 +162,7 @@ def read_plans(state: FSMoEState, plans: Mapping[str, Any]) -> ReadPlans:
     inner, layers, gradients = state.inner_layers, plans["layers"], plans["gradients"]
     if set(layers) != inner.keys():
         raise ValueError(f"plans of layers {sorted(layers)}: the model has {sorted(inner)}")
-    # To write a schedule of very many would take hours.
-    most = max(_MIN_MAX_CHUNKS, state.block.pipeline_degree.most)
+    most = _most_chunks(state.block.pipeline_degree)
     for label, each in layers.items():
         chunks = max(*(_degree(each[phase]) for phase in ("forward", "backward")))
         if chunks > most:
@@ -180,6 +194,8 @@ class RankState:
     """The plans; ``None``: they were not settled then, or are not for this layout."""
     paths: Mapping[str, PathProfile] | None = None
     """Which experts had followed which, by layer; ``None``: nobody counted then, or counts now."""
+    changed: str = ""
+    """The first option that is not what it was when plans were saved; "": none."""
 
 
 def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState:
@@ -199,15 +215,14 @@ def read_rank_state(file: Path, state: FSMoEState, plans_fit: bool) -> RankState
         raise CheckpointError(f"{file} has format {loaded['format']!r}: this version reads {STATE_FORMAT}")
     check_random_states(loaded["random"])
     plans = json.loads(loaded["plans"])
-    read = read_plans(state, plans) if plans is not None and plans_fit else None
-    if read is not None and (field := _changed_field(state, read)):
-        log_on_rank_0(f"{file.parent}: its plans are not used, as fsmoe.{field} does not allow them")
-        read = replace(read, layers={}, gradients=None, is_tuned=False)
-    counted, paths = loaded.get("paths"), state.paths
+    counted, paths, asked = loaded.get("paths"), state.paths, _asked(state)
+    # Older files do not say what was asked for.
+    of_file = {} if plans is None else plans.get("asked", {})
     return RankState(
         loaded["random"],
-        read,
+        read_plans(state, plans) if plans is not None and plans_fit else None,
         None if counted is None or paths is None else paths.read_state(counted),
+        next((name for name, value in asked.items() if of_file.get(name, value) != value), ""),
     )
 
 
@@ -230,45 +245,40 @@ def read_paths(files: Iterable[Path], profiler: PathProfiler) -> dict[str, PathP
     return {label: PathProfile.merged(read[label] for read in each_read) for label in none}
 
 
-def go_on_with(state: FSMoEState, plans: ReadPlans) -> None:
+def _most_chunks(allowed: PipelineDegreeBlock) -> int:
+    """Return the largest number of chunks that a plan may have; to write a schedule of very many would take hours."""
+    return max(_MIN_MAX_CHUNKS, *allowed.most)
+
+
+def go_on_with(state: FSMoEState, plans: ReadPlans, *, places_alone: bool) -> None:
     """Use plans from now on, without measuring. Collective; called before the next forward.
+
+    Args:
+        state: the state of the engine.
+        plans: the plans.
+        places_alone: whether to use where experts are, and nothing else; the same on every rank.
 
     Raises:
         DisagreementError: on every rank, if ranks have different plans.
     """
-    for label, plan in plans.layers.items():
-        state.inner_layers[label].fsmoe.apply(plan)
+    for label, layer in state.inner_layers.items() if not places_alone else ():
+        layer.fsmoe.apply(plans.layers[label])
     if state.placement is not None and plans.placements is not None:
         state.placement.go_to(plans.placements)
         state.placement.was_read = True
         if state.placement_watch is not None and plans.watched is not None:
             state.placement_watch.forget()
             state.placement_watch.go_on_with(plans.watched)
+    if places_alone:
+        return state.plans_changed()
+    state.has_tuned_plans = plans.is_tuned
     if state.autotune is not None and plans.is_tuned:
         state.autotune.need_not_run()
-    if state.micro_ops is not None and plans.layers:
+    if state.micro_ops is not None:
         state.micro_ops.need_not_run()
     if plans.gradients is not None and state.reduction is not None:
         state.reduction.go_on_with(*plans.gradients)
     state.plans_changed()
-
-
-def _changed_field(state: FSMoEState, plans: ReadPlans) -> str:
-    """Return the option of the config that does not allow plans; "" where all do."""
-    block, asked = state.block, state.block.pipeline_degree
-    asked_and_saved = [
-        pair
-        for each in plans.layers.values()
-        for pair in ((asked.forward, each.forward.degree), (asked.backward, each.backward.degree))
-    ]
-    obstacles = {
-        "deterministic": plans.is_tuned and block.deterministic,
-        # Measuring was turned off by hand; a job that is too short keeps what was measured.
-        "autotune": plans.is_tuned and not block.autotune.enabled and state.why_untuned is None,
-        # Some layers have to run in one chunk, whatever is asked for.
-        "num_chunks": any(number not in ("auto", saved) and saved > 1 for number, saved in asked_and_saved),
-    }
-    return next((field for field, stands in obstacles.items() if stands), "")
 
 
 def _degree(facts: Mapping[str, Any]) -> int:
@@ -283,7 +293,8 @@ def _layer(facts: Mapping[str, Any], layer: ConvertedLayer) -> LayerPlan:
     state, phases = layer.fsmoe, (_block(facts["forward"]), _block(facts["backward"]))
     # A config that has changed since then may not allow it.
     is_unpadded = facts.get("is_unpadded", False) is True and state.may_be_unpadded(layer.gate)
-    return LayerPlan(*phases, alltoall or state.plan.alltoall, reduces, is_unpadded=is_unpadded)
+    is_two_batch = facts.get("is_two_batch", state.plan.is_two_batch) is True
+    return LayerPlan(*phases, alltoall or state.plan.alltoall, reduces, is_two_batch, is_unpadded=is_unpadded)
 
 
 def _block(facts: Mapping[str, Any]) -> BlockPlan:

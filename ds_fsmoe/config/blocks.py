@@ -160,9 +160,9 @@ class PipelineDegreeBlock(StrictShape):
     max: Int = Field(16, ge=1, le=MOST_CHUNKS, description="largest number of chunks that auto chooses")
 
     @property
-    def most(self) -> int:
-        """Return the most chunks that a phase may have."""
-        return max(self.max if each == "auto" else each for each in (self.forward, self.backward))
+    def most(self) -> tuple[int, ...]:
+        """Return the most chunks that the forward and the backward may have."""
+        return tuple(self.max if each == "auto" else each for each in (self.forward, self.backward))
 
 
 class GradientPartitionBlock(StrictShape):

@@ -193,7 +193,7 @@ class AutoEpSize:
             overlap_comm=zero.get("overlap_comm") is not False,
             sums_in_slices=mode != "off" and asked.levels != 1,
             has_windows=mode != "off",
-            max_degree=1 if runs_whole(block) else block.pipeline_degree.most,
+            max_degree=1 if runs_whole(block) else max(block.pipeline_degree.most),
             alltoall=_asked_alltoall(block),
         )
         dtype = self.dtype or next(self.modules[0].parameters()).dtype

@@ -93,6 +93,8 @@ class FSMoEState:
         """The gather of updated parameters, where it is ours."""
         self.why_untuned: str | None = None
         """The reason why nothing is measured, though nobody has turned that off."""
+        self.has_tuned_plans = False
+        """Whether a checkpoint's plans are used that the autotuner of that run has chosen."""
         self.lengths: BatchLengths | None = None
         """What compares batches with the length that ``ep_size`` was chosen for, where it was chosen."""
         self.splitter: Splitter | None = None

@@ -328,8 +328,7 @@ class LayerState:
         """
         assert self.running is not None
         block = self.running.block
-        asked, comm_dtypes = block.pipeline_degree, block.wires
-        keeps_bits = block.deterministic or 1 in (asked.forward, asked.backward, asked.most)
+        comm_dtypes, keeps_bits = block.wires, block.deterministic or 1 in block.pipeline_degree.most
         # Hooks would get other shapes than before, and a communication dtype applies to rows only.
         is_same = not self.parts.callbacks and (comm_dtypes.dispatch, comm_dtypes.combine) == ("model", "model")
         is_open = (

@@ -68,7 +68,7 @@ def _row(file: Path) -> tuple[str, ...]:
         _words(job.get("ranks")),
         ", ".join(map(_words, _list_of(job, "hosts"))),
         _words(job.get("zero")),
-        _words(job.get("samples")),
+        _words(job.get("samples") or "not known"),
         str(learned.tokens),
         str(learned.ep_size),
         "" if learned.runner_up is None else f"{learned.runner_up} takes {learned.runner_up_costs:.2f}x",
