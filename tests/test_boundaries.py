@@ -122,7 +122,7 @@ MOST_LAYERS = 12
 # says what was deleted for it.
 STATEMENTS: dict[str, int] = {
     ".": 553,
-    "checkpoint": 1382,
+    "checkpoint": 1384,
     "checkpoint_files": 1894,
     "checks": 476,
     "components": 3431,

@@ -131,6 +131,8 @@ def _asked(state: FSMoEState) -> dict[str, Any]:
     return {
         "schedule": block.schedule,
         "num_chunks": block.pipeline_degree.model_dump(),
+        "alltoall": block.alltoall,
+        "gradient_partition": block.gradient_partition.model_dump(),
         "overlap": block.overlap,
         "two_batch_overlap": block.split_batch,
         "deterministic": block.deterministic,
@@ -261,6 +263,9 @@ def go_on_with(state: FSMoEState, plans: ReadPlans, *, places_alone: bool) -> No
     Raises:
         DisagreementError: on every rank, if ranks have different plans.
     """
+    if state.stage_group is not None and not places_alone:
+        # A stage has plans of its own, and all ranks of the job make the communicators of all stages.
+        state.running.alltoalls_to_compare()
     for label, layer in state.inner_layers.items() if not places_alone else ():
         layer.fsmoe.apply(plans.layers[label])
     if state.placement is not None and plans.placements is not None:
